@@ -2,11 +2,27 @@
 
 import pytest
 import torch
-from cases import ALL_CALLS, CALLS, KERNELS, Source, covering, make_qk, name_of, on_gpu, thread_counts
+from cases import (
+    ALL_CALLS,
+    CALLS,
+    EMULATED,
+    KERNELS,
+    SIZES,
+    Source,
+    covering,
+    make_qk,
+    name_of,
+    on_gpu,
+    python,
+    supported,
+    thread_counts,
+)
 from oracle import assert_close, limits, limits_of_reference, rotate
 
 import torch_rope
 from torch_rope import reference
+
+rope = torch.ops.rope
 
 # A table may have the dtype of x; with float64 x it is float64 or float32.
 FACTORS = CALLS | {
@@ -22,7 +38,7 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
     q, k, angles = make_qk(device, **case, table_dtype=case["dtype"] if "x" in case["tables"] else torch.float32)
     options = {name: case[name] for name in ("interleaved", "inverse", "attention_factor")}
     q_before, k_before = q.clone(), k.clone()
-    q_out, k_out = torch.ops.rope.rotate_qk(q, k, **angles, **options)
+    q_out, k_out = rope.rotate_qk(q, k, **angles, **options)
     for x, out in (q, q_out), (k, k_out):
         expected = rotate(x, **angles, **options)
         assert_close(out, expected, *limits(x.dtype, angles, options["attention_factor"]))
@@ -36,11 +52,11 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
     assert torch.equal(q, q_before) and torch.equal(k, k_before)
 
     # The other operators give the same bits.
-    assert torch.equal(torch.ops.rope.rotate(q, **angles, **options), q_out)
-    assert torch.equal(torch.ops.rope.rotate(k, **angles, **options), k_out)
-    torch.ops.rope.rotate_qk_(q, k, **angles, **options)
+    assert torch.equal(rope.rotate(q, **angles, **options), q_out)
+    assert torch.equal(rope.rotate(k, **angles, **options), k_out)
+    rope.rotate_qk_(q, k, **angles, **options)
     assert torch.equal(q, q_out) and torch.equal(k, k_out)
-    torch.ops.rope.rotate_(q_before, **angles, **options)
+    rope.rotate_(q_before, **angles, **options)
     assert torch.equal(q_before, q_out)
 
 
@@ -68,10 +84,10 @@ def test_tokens_without_elements_are_no_work(heads, head_dim, device):
     positions, weight = torch.zeros(1, dtype=torch.int64, device=device).expand(2**40), torch.ones(head_dim).to(device)
     of_norm, given = (x, x, weight, weight, None, None, cos[0]), (cos, cos, None, positions)
     torch_rope.rotate_into_cache_(x, x, x, x, x.clone(), *given, slots=positions)
-    *grads, of_weight, _ = torch.ops.rope._norm_rotate_qk_backward(x, x, *of_norm)
+    *grads, of_weight, _ = rope._norm_rotate_qk_backward(x, x, *of_norm)
     outs = *torch_rope.norm_rotate_qk(*of_norm), *torch_rope.rotate_qk(x, x, *given), *grads
     assert all(out.shape == x.shape for out in outs) and not of_weight.any()
-    assert not any(map(torch.any, torch.ops.rope._rotate_table_backward(x, None, x, None, *given)))
+    assert not any(map(torch.any, rope._rotate_table_backward(x, None, x, None, *given)))
     assert torch_rope.cos_sin(positions, cos[0, :0])[0].shape == (2**40, 0)
 
 
@@ -81,13 +97,13 @@ def test_inputs_may_be_expanded(device):
     three = torch.tensor([3], device=device)
     cos, sin = torch_rope.cos_sin(three, freq)
     many = x.expand(2, 5, 4, 16)
-    out = torch.ops.rope.rotate(many, cos.expand(5, 8), sin.expand(5, 8))
-    assert torch.equal(out, torch.ops.rope.rotate(many.contiguous(), cos.repeat(5, 1), sin.repeat(5, 1)))
-    assert torch.equal(out, torch.ops.rope.rotate(many, inv_freq=freq, positions=three.int().expand(5)))
+    out = rope.rotate(many, cos.expand(5, 8), sin.expand(5, 8))
+    assert torch.equal(out, rope.rotate(many.contiguous(), cos.repeat(5, 1), sin.repeat(5, 1)))
+    assert torch.equal(out, rope.rotate(many, inv_freq=freq, positions=three.int().expand(5)))
     rows, equal = (cos.expand(5, 8), sin.expand(5, 8)), torch.rand(1, device=device).expand(16)
-    normed = torch.ops.rope.norm_rotate_qk(many, many, equal, equal, *rows)
+    normed = rope.norm_rotate_qk(many, many, equal, equal, *rows)
     dense = [t.contiguous() for t in (many, many, equal, equal, *rows)]
-    assert all(map(torch.equal, normed, torch.ops.rope.norm_rotate_qk(*dense)))
+    assert all(map(torch.equal, normed, rope.norm_rotate_qk(*dense)))
     for result in (out, *normed):
         assert result.stride() == torch.empty_like(many).stride()
 
@@ -127,3 +143,107 @@ def test_special_values_round_as_in_torch(dtype, interleaved, device):
     finite = torch.isfinite(expected)
     smallest = 2**-24 if dtype == torch.float16 else 2 * info.tiny if device == "mps" else 0  # Metal may flush
     torch.testing.assert_close(out[finite], expected[finite], rtol=2 * info.eps, atol=smallest)
+
+
+# ---- the bits of the CPU ----
+
+BITS = covering(CALLS | {"size": SIZES[:2] + SIZES[3:]}, interacting=KERNELS[3:], exhaustive=ALL_CALLS)
+
+
+def bits(there, device):
+    """Yields what is computed on one device, for the calls of `device` that have the same bits as on the CPU.
+
+    Those are all but sums over a head, and angles in double.
+    """
+    for i, case in enumerate(BITS):
+        dtypes = case["dtype"], case["source"].freq_dtype
+        if supported(device, *dtypes) and not (
+            dtypes[0] == torch.float64 and case["source"].kind.startswith("inv_freq")
+        ):
+            torch.manual_seed(i)
+            q, k, angles = make_qk(there, **case)
+            yield from rope.rotate_qk(q, k, **angles, interleaved=case["interleaved"], attention_factor=1.2)
+    torch.manual_seed(0)
+    positions, freq = torch.randint(-(2**40), 2**40, (3, 500)), torch_rope.inv_freq(64).float() * torch.rand(3, 32)
+    positions[:, 250:] %= 7  # the sum over axes rounds small angles
+    for kind, dtype in (torch.int64, torch.bfloat16), (torch.int64, torch.float16), (torch.float32, torch.float32):
+        given, options = (positions.to(kind).to(there), freq.to(there)), {"dtype": dtype, "attention_factor": 1.1}
+        yield from rope.axial_cos_sin(*given, **options)
+        yield from rope.cos_sin(*(t[0] for t in given), **options)
+
+
+def test_results_have_the_bits_of_the_cpu(device, tmp_path):
+    """All back ends compile the same files for the rotation and for angles."""
+    if not on_gpu(device):
+        pytest.skip("compares a GPU with the CPU")
+    expected = bits("cpu", device)
+    if EMULATED:  # then this process has no CPU kernels
+        file = tmp_path / "bits"
+        done = python(f"import test_values, torch; torch.save(list(test_values.bits('cpu', 'cpu')), {str(file)!r})")
+        assert done.returncode == 0, done.stderr
+        expected = torch.load(file)
+    for actual, e in zip(bits(device, device), expected, strict=True):
+        assert torch.equal(actual.cpu(), e)
+
+
+# ---- element offsets ----
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [
+        *([2**30 + 2**20, 2**30, 2**28], [2**28, 2**30, 2**30 + 2**20]),  # none exceeds 2^31, and only their sum does
+        *([far, *rest] for far in (2**31 + 8, 2**32 + 16) for rest in ([128, 64], [64, 128])),
+    ],
+    ids=str,
+)
+def test_sequences_tokens_and_heads_may_be_far_apart_in_memory(strides, untouched, device):
+    x = untouched(sum(strides) + 2**20, torch.bfloat16).as_strided((2, 2, 2, 64), (*strides, 1), 2**19)
+    x.copy_(torch.randn(x.shape, device=device))
+    dense, freq, weight = x.contiguous(), torch_rope.inv_freq(64, device=device), torch.rand(64, device=device)
+    y, slots, table = dense.clone(), torch.tensor([[4, 1], [3, 6]], device=device), torch.rand(2, 32, device=device)
+    results = []
+    for t in x, dense:
+        caches = torch.zeros(2, 3, 4, 2, 64, device=device).bfloat16()
+        rope.rotate_into_cache_(y.clone(), t, t, *caches, inv_freq=freq, slots=slots)
+        found = [*caches, *rope.norm_rotate_qk(t, y, weight, weight, inv_freq=freq)]
+        found += [out for eager in (False, True) for out in rope.rotate_qk(t, y, inv_freq=freq, eager_rounding=eager)]
+        found += rope._norm_rotate_qk_backward(t, y, t, y, weight, weight, inv_freq=freq)
+        found += rope._rotate_table_backward(t, y, y, t, table, table)
+        found += rope._rotate_table_backward(*(t[..., 1:], None) * 2, table[:, 1:], table[:, 1:])  # not aligned
+        rope.rotate_(t, inv_freq=freq)
+        results.append([*found, t])
+    assert all(map(torch.equal, *results))
+
+
+FAR = [  # the shapes of arguments; in each case one of them has elements far from its first
+    dict(k_scale=(2,), v_scale=(2,), k_cache=(3, 2, 4), v_cache=(3, 2, 4), inv_freq=(2, 2)),
+    dict(q_scale=(2,), q_out=(1, 2, 2, 4), inv_freq=(2,)),
+    dict(q_norm_weight=(4,), k_norm_weight=(4,), cos=(2, 2), sin=(2, 2), positions=(2,), slots=(2,)),
+    dict(q_norm_weight=(2, 4), k_norm_weight=(2, 4), cos=(1, 2, 2, 2), sin=(1, 2, 2, 2), slots=(2,)),
+]
+
+
+@pytest.mark.parametrize("shapes", FAR, ids=" ".join)
+def test_element_offsets_of_each_argument_may_exceed_2_32(shapes, untouched, device):
+    far, expected, half = 2**32 + 16, None, torch.float16
+    near = {x: torch.randn(1, 2, 2, 4).to(half) for x in "qkv"}
+    near |= {f"{x}_cache": torch.zeros(3, 2, 4, dtype=half) for x in "kv"}
+    for name, shape in shapes.items():
+        if name in ("positions", "slots"):
+            near[name] = torch.tensor([1, 0])
+        elif name.endswith("cache") or name == "q_out":
+            near[name] = torch.zeros(shape, dtype=torch.int8)
+        else:
+            near[name] = torch.rand(shape).to(torch.float32 if name.endswith(("scale", "freq")) else half)
+    near = {name: t.to(device) for name, t in near.items()}
+    for name in [None, *shapes]:
+        tensors = {n: t.clone() for n, t in near.items()}
+        if name:
+            t = near[name]
+            strides = {1: (far,), 2: (far, 1), 3: (4, far, 1), 4: (8, 4, far, 1)}[t.dim()]
+            tensors[name] = untouched(3 * far + 64, t.dtype).as_strided(t.shape, strides).copy_(t)
+        rope.rotate_into_cache_(**tensors)
+        found = [tensors[n].contiguous() for n in ("q", "q_out", "k_cache", "v_cache") if n in tensors]
+        expected = expected or found
+        assert all(map(torch.equal, found, expected)), name

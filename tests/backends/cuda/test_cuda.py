@@ -3,21 +3,19 @@
 On the emulator (--emulate) the same kernels run on CPU tensors. Tests of the CUDA runtime need a GPU.
 """
 
+import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from cases import (
-    DTYPES,
     EMULATED,
+    EXHAUSTIVE,
     LAYOUTS,
     OPERATORS,
-    SIZES,
-    SOURCES,
     Source,
     covering,
-    make_qk,
     name_of,
     python,
     schema_of,
@@ -228,32 +226,6 @@ def test_more_than_65535_sequences_heads_or_tokens_are_rotated(shape, norm, devi
         assert_gradients(rope._rotate_table_backward(q, k, q, k, **tables), [q, k], [q, k], tables)
 
 
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_element_offsets_may_pass_2_31(heads_first, untouched, device):
-    """The tensor is small, but its heads, tokens and sequences are far apart in memory."""
-    strides = [2**30 + 2**20, 2**30, 2**28, 1]
-    if heads_first:
-        strides[:3] = strides[2::-1]
-    x = untouched(2**31 + 2**29, torch.bfloat16).as_strided((2, 2, 2, 64), strides, 2**19)
-    assert max(strides) < 2**31 < sum(strides)
-    x.copy_(torch.randn(x.shape, device=device))
-    dense, freq, weight = x.contiguous(), torch_rope.inv_freq(64, device=device), torch.rand(64, device=device)
-    y = dense.clone()
-    for eager in (False, True):
-        assert_same(*(rope.rotate_qk(q, y, inv_freq=freq, eager_rounding=eager) for q in (x, dense)))
-    assert_same(*(rope.norm_rotate_qk(q, y, weight, weight, inv_freq=freq) for q in (x, dense)))
-    assert_same(*(rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, inv_freq=freq) for g in (x, dense)))
-    slots = torch.tensor([[4, 1], [3, 6]], device=device)
-    caches = torch.zeros(2, 2, 3, 4, 2, 64, device=device).bfloat16()
-    for k, (k_cache, v_cache) in zip((x, dense), caches, strict=True):
-        rope.rotate_into_cache_(dense.clone(), k, k, k_cache, v_cache, inv_freq=freq, slots=slots)
-    assert_same(*caches)
-    table = torch.rand(2, 32, device=device)
-    assert_same(*(rope._rotate_table_backward(g, y, y, g, table, table) for g in (x, dense)))
-    rope.rotate_(x, inv_freq=freq)
-    assert torch.equal(x, rope.rotate(dense, inv_freq=freq))
-
-
 def test_slots_may_pass_2_32(untouched, device):
     """The cache has three blocks of `size` cells, of which few are touched."""
     size = 2**31 + 8
@@ -312,45 +284,6 @@ def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
     expected = [rope.rotate(q[part], inv_freq=freq, offset=part.start) for part in parts]
     rope.rotate_(q, inv_freq=freq)
     assert_same([q[part] for part in parts], expected)
-
-
-# ---- the bits of the CPU ----
-
-
-BITS = covering(
-    {
-        "size": [SIZES[0], SIZES[4]],
-        "source": [SOURCES[i] for i in (2, 7, 9, 14)],  # a table, and frequencies of each kind
-        "q": ["bshd", "every second channel"],
-        "dtype": DTYPES,
-        "interleaved": [False, True],
-    }
-)
-
-
-def bits(device):
-    """Yields results that have the same bits on CPU and CUDA: all but sums over a head, and angles in double."""
-    for i, case in enumerate(BITS):
-        if case["dtype"] == torch.float64 and case["source"].kind.startswith("inv_freq"):
-            continue
-        torch.manual_seed(i)
-        q, k, angles = make_qk(device, **case)
-        yield from rope.rotate_qk(q, k, **angles, interleaved=case["interleaved"], attention_factor=1.2)
-    torch.manual_seed(0)
-    positions = torch.cat([torch.arange(500), torch.randint(-(2**24), 2**24, (500,))]).to(device)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield from rope.cos_sin(positions, torch_rope.inv_freq(128, device=device), dtype=dtype, attention_factor=1.1)
-
-
-def test_results_have_the_bits_of_the_cpu(device, tmp_path):
-    expected = bits("cpu")
-    if EMULATED:  # then this process has no CPU kernels
-        file = tmp_path / "bits"
-        done = python(f"import test_cuda, torch; torch.save(list(test_cuda.bits('cpu')), {str(file)!r})")
-        assert done.returncode == 0, done.stderr
-        expected = torch.load(file)
-    for actual, there in zip(bits(device), expected, strict=True):
-        assert torch.equal(actual.cpu(), there)
 
 
 # ---- the loads and stores of a kernel ----
@@ -469,6 +402,21 @@ def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):
             g_there, x_there = (layout(t.shape, dtype, device).copy_(t) for t in (g, x))
             assert_same(rope._rotate_table_backward(g_there, None, x, None, table, table), expected)
             assert_same(rope._rotate_table_backward(g, None, x_there, None, table, table), expected)
+
+
+# ---- quantised results ----
+
+# Scales with ordinary, with extreme and with special exponents. All bits of the mantissa of the last two are set.
+SCALES = "1 0.03 -448 0x1.5p-59 0x1.5p-61 0x1.9p61 0x1.3p127 0x1.7p-126 0x1.7p-140 0x1p-149 -0 0 inf -inf nan "
+SCALES += "0x1.fffffep0 0x1.fffffep-9"
+
+
+@pytest.mark.emulator
+def test_quotients_are_those_of_a_division():
+    """Though no kernel divides. All float16 and bfloat16 numbers are, by each of the scales, and random float32 numbers by random scales."""
+    count, seed = 10**8 if EXHAUSTIVE else 10**6, random.SystemRandom().getrandbits(32)
+    scales = [float.fromhex(s) if "x" in s else float(s) for s in SCALES.split()]
+    assert not (wrong := torch_rope._C.wrong_divisions(count, seed, scales)), (seed, wrong)
 
 
 # ---- streams, graphs and host threads: on a GPU ----

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import ALL_CALLS, CALLS, KERNELS, covering, make_qk, moved
-from metal_calls import HALVES, INTERLEAVED, NORM, freqs, ops, randn, table_backward, tables, weights_of
+from metal_calls import INTERLEAVED, NORM, freqs, ops, randn, table_backward, tables, weights_of
 
 import torch_rope
 from torch_rope import reference
@@ -105,29 +104,6 @@ def test_the_bits_are_the_same_with_vectors_of_eight_and_of_four(
     assert all(map(torch.equal, *results))
 
 
-def test_the_bits_are_those_of_the_cpu(device):
-    """The rotation in every layout and the angles have the same bits, because both compile the same files.
-
-    A norm is left out: the order of its sum differs.
-    """
-    for case in covering(CALLS | {"dtype": HALVES}, interacting=KERNELS, exhaustive=ALL_CALLS):
-        if case["source"].freq_dtype == torch.float64:
-            continue
-        q, k, angles = make_qk("cpu", **case)
-        there = {name: moved(a, "mps") if isinstance(a, torch.Tensor) else a for name, a in angles.items()}
-        options = dict(interleaved=case["interleaved"], attention_factor=1.1)
-        expected = ops.rotate_qk(q, k, **angles, **options)
-        for x, e in zip(ops.rotate_qk(moved(q, "mps"), moved(k, "mps"), **there, **options), expected, strict=True):
-            assert torch.equal(x.cpu(), e)
-    positions = torch.randint(-(2**40), 2**40, (3, 500))
-    positions[:, 250:] %= 7  # the sum over axes rounds small angles
-    for kind in (torch.int64, torch.float32):
-        for op, given in ((ops.cos_sin, positions[0]), (ops.axial_cos_sin, positions)):
-            freq = torch_rope.inv_freq(64).float() * torch.rand(*given.shape[:-1], 32)
-            outs = op(given.to(kind).to("mps"), freq.to("mps"))
-            assert all(torch.equal(t.cpu(), e) for t, e in zip(outs, op(given.to(kind), freq), strict=True))
-
-
 @pytest.mark.parametrize("head_dim, value", [(128, 1e30), (300, float("inf")), (1024, float("nan"))])
 def test_a_norm_whose_sum_overflows_gives_what_the_cpu_gives(value, head_dim, device):
     """A value that is too large for a sum makes this sum infinite and changes nothing else."""
@@ -213,52 +189,6 @@ def test_strides_choose_the_kernel(untouched, device, simulated):
         simulated.last_dispatches()
         ops.rotate(x, inv_freq=freqs(16))
         assert [d["kernel"][-len(kernel) :] for d in simulated.last_dispatches()] == [kernel]
-
-
-@pytest.mark.parametrize("strides", [(64, 16, 1), (16, 64, 1)])
-def test_element_offsets_may_exceed_2_31_and_2_32(strides, untouched, device):
-    for far in (2**31 + 8, 2**32 + 16):
-        q = untouched(far + 256, torch.float16).as_strided((2, 3, 2, 16), (far, *strides), 8)
-        q.copy_(randn(2, 3, 2, 16, dtype=torch.float16))
-        weight, angles, results = randn(16), tables(3, 8), []
-        for x in q, q.contiguous():
-            found = [*ops.norm_rotate_qk(x, x, weight, weight, *angles), *table_backward(x, x, *angles)]
-            found += table_backward(x[..., 1:], x[..., 1:], *angles)
-            ops.rotate_(x, *angles)
-            results.append([*found, x])
-        assert all(map(torch.equal, *results))
-
-
-FLOAT32 = ["q_scale", "k_scale", "v_scale", "inv_freq"]
-FAR = [  # the shapes of arguments; in each case one of them has elements far from its first
-    dict(k_scale=(2,), v_scale=(2,), k_cache=(3, 2, 4), v_cache=(3, 2, 4), inv_freq=(2, 2)),
-    dict(q_scale=(2,), q_out=(1, 2, 2, 4), inv_freq=(2,)),
-    dict(q_norm_weight=(4,), k_norm_weight=(4,), cos=(2, 2), sin=(2, 2), positions=(2,), slots=(2,)),
-    dict(q_norm_weight=(2, 4), k_norm_weight=(2, 4), cos=(1, 2, 2, 2), sin=(1, 2, 2, 2), slots=(2,)),
-]
-
-
-@pytest.mark.parametrize("shapes", FAR, ids=" ".join)
-def test_element_offsets_of_each_argument_may_exceed_2_32(shapes, untouched, device):
-    far, expected, near = 2**32 + 16, None, {x: randn(1, 2, 2, 4, dtype=torch.float16) for x in "qkv"}
-    near |= {f"{x}_cache": torch.zeros(3, 2, 4, dtype=torch.float16, device="mps") for x in "kv"}
-    for name, shape in shapes.items():
-        if name in ("positions", "slots"):
-            near[name] = torch.tensor([1, 0]).to("mps")
-        elif name.endswith("cache") or name == "q_out":
-            near[name] = torch.zeros(shape, dtype=torch.int8, device="mps")
-        else:
-            near[name] = torch.rand(shape).to(torch.float32 if name in FLOAT32 else torch.float16).to("mps")
-    for name in [None, *shapes]:
-        tensors = {n: t.clone() for n, t in near.items()}
-        if name:
-            t = near[name]
-            strides = {1: (far,), 2: (far, 1), 3: (4, far, 1), 4: (8, 4, far, 1)}[t.dim()]
-            tensors[name] = untouched(3 * far + 64, t.dtype).as_strided(t.shape, strides).copy_(t)
-        ops.rotate_into_cache_(**tensors)
-        found = [tensors[n].contiguous() for n in ("q", "q_out", "k_cache", "v_cache") if n in tensors]
-        expected = expected or found
-        assert all(map(torch.equal, found, expected)), name
 
 
 @pytest.mark.parametrize("size", [(2**31, 1, 1, 2), (1, 2**31, 1, 2), (1, 1, 2**31, 2), (1, 1, 1, 2**31)], ids=str)

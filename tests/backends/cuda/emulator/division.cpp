@@ -1,4 +1,4 @@
-// Compares the division of csrc/cuda/quantise.cuh with the operator /, for test_quantise.py.
+// Compares the division of csrc/cuda/quantise.cuh with the operator /, for test_cuda.py.
 #include <algorithm>
 #include <random>
 #include <sstream>
