@@ -206,7 +206,7 @@ IN_KERNEL = {
     "x[i] = «[](float y) { return y; }(1)|1»;": "no a lambda",
     "x[i] = *«new float|x»;": "no new",
     "bfloat b = «x[i]|bfloat(x[i])»; x[i] = float(b);": "implicit conversion",
-    "x[i] = «sin|precise::sqrt»(x[i]);": "'sin' is unavailable: the simulator does not run it",
+    "x[i] = «sin|precise::sqrt»(x[i]);": "use of undeclared identifier 'sin'",
     "x[i] = 1;«// \u00b2|»": "not ASCII",
 }  # fmt: skip
 OUTSIDE = {

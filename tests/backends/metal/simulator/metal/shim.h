@@ -29,8 +29,6 @@ typedef _Float16 half;
 
 namespace metal {
 
-#include "functions.h"
-
 // This file and strict.h have only what the shaders use, and these functions exist for float only.
 inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float rint(float x) { return simulator::rint(x); }

@@ -20,8 +20,6 @@ typedef __SIZE_TYPE__ size_t;
 
 namespace metal {
 
-#include "functions.h"
-
 float fma(float, float, float);
 float rint(float);
 float fabs(float);
