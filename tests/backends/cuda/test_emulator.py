@@ -2,29 +2,25 @@
 
 import ctypes
 import re
-import sys
 
 import pytest
 import torch
 
+from torch_rope import _C
+
 pytestmark = pytest.mark.emulator
 
 
-@pytest.fixture
-def library():
-    return sys.modules["torch_rope._C"]
-
-
 @pytest.fixture(params=[0, 1, 2], ids=["forward", "backward", "scrambled"])
-def any_order(library, request):
-    library.thread_order(request.param)
-    yield library
-    library.thread_order(0)
+def any_order(request):
+    _C.thread_order(request.param)
+    yield
+    _C.thread_order(0)
 
 
-def run(library, kernel, blocks, threads, x, out):
-    error = library.run(kernel, blocks, threads, x.data_ptr(), out.data_ptr(), x.numel())
-    library.check_guards()
+def run(kernel, blocks, threads, x, out):
+    error = _C.run(kernel, blocks, threads, x.data_ptr(), out.data_ptr(), x.numel())
+    _C.check_guards()
     assert error == "no error"
     return out
 
@@ -36,17 +32,17 @@ def fresh(*shape):
 
 def test_threads_that_wait_for_each_other_see_what_was_written_before(any_order):
     x, out = fresh(7, 256)
-    assert torch.equal(run(any_order, "block_sum", 7, 256, x, out[0, :7]), x.sum(1))
+    assert torch.equal(run("block_sum", 7, 256, x, out[0, :7]), x.sum(1))
     lanes = x.view(-1, 32)
-    assert torch.equal(run(any_order, "warp_sum", 7, 256, x, out).view(-1, 32), lanes.sum(1, True).expand_as(lanes))
-    assert torch.equal(run(any_order, "through_a_warp", 7, 256, x, out), x.view(7, -1, 2).flip(2).view(7, 256))
+    assert torch.equal(run("warp_sum", 7, 256, x, out).view(-1, 32), lanes.sum(1, True).expand_as(lanes))
+    assert torch.equal(run("through_a_warp", 7, 256, x, out), x.view(7, -1, 2).flip(2).view(7, 256))
 
 
 def test_memory_that_was_not_written_holds_nans(any_order):
     """A tensor does, and shared memory does again in every thread block."""
     out = torch.empty(20)
     assert out.isnan().all()
-    assert run(any_order, "not_written_before", 5, 4, torch.empty(0), out.zero_()).isnan().all()
+    assert run("not_written_before", 5, 4, torch.empty(0), out.zero_()).isnan().all()
 
 
 MEMORY = "of an allocation of 1024 bytes"
@@ -83,55 +79,55 @@ def test_a_mistake_is_reported(kernel, threads, message, any_order):
     x, out = fresh(256)
     for _ in range(2):  # a failed launch does not change the next one
         if message is None:
-            run(any_order, kernel, 1, threads, x, out)
+            run(kernel, 1, threads, x, out)
             continue
         with pytest.raises(RuntimeError) as error:
-            run(any_order, kernel, 1, threads, x, out)
+            run(kernel, 1, threads, x, out)
         assert re.search(message, str(error.value)), error.value
-    run(any_order, "warp_sum", 4, 64, x, out)
+    run("warp_sum", 4, 64, x, out)
 
 
 def test_a_race_of_two_thread_blocks_is_reported(any_order):
     x, out = fresh(256)
     with pytest.raises(RuntimeError, match=r"two writes of memory at byte 0 of 1024, with block \(\d, 0, 0\), thread"):
-        run(any_order, "two_writes", 5, 1, x, out)
+        run("two_writes", 5, 1, x, out)
     for _ in range(2):  # two launches are no race: one follows the other
-        run(any_order, "two_writes", 1, 1, x, out)
+        run("two_writes", 1, 1, x, out)
 
 
-def test_freed_and_foreign_memory_must_not_be_touched(library):
+def test_freed_and_foreign_memory_must_not_be_touched():
     x, out = fresh(256)
     foreign = (ctypes.c_float * 4)()
     freed, address = out.data_ptr(), ctypes.addressof(foreign)
     del out
     for to, message in (freed, "at byte 0 of a freed allocation of 1024 bytes"), (address, "write of 4 bytes"):
         with pytest.raises(RuntimeError, match=message):
-            library.run("two_writes", 1, 1, x.data_ptr(), to, 0)
-    library.allow_foreign(True)
-    library.run("two_writes", 1, 1, x.data_ptr(), address, 0)
+            _C.run("two_writes", 1, 1, x.data_ptr(), to, 0)
+    _C.allow_foreign(True)
+    _C.run("two_writes", 1, 1, x.data_ptr(), address, 0)
     with pytest.raises(RuntimeError, match="freed"):
-        library.run("two_writes", 1, 1, x.data_ptr(), freed, 0)
-    library.allow_foreign(False)
+        _C.run("two_writes", 1, 1, x.data_ptr(), freed, 0)
+    _C.allow_foreign(False)
     assert foreign[0] == 1.0
 
 
 @pytest.mark.parametrize("distance", [-1, 0, 63], ids=["before", "after", "far"])
-def test_a_write_of_the_host_next_to_an_allocation_is_reported(library, distance):
+def test_a_write_of_the_host_next_to_an_allocation_is_reported(distance):
     """The next launch reports it, the next check, or the check after the memory was freed."""
     message = "1 bytes before the start" if distance < 0 else f"{distance} bytes past the end"
     x, out = fresh(256)
     neighbour = ctypes.c_char.from_address(out.data_ptr() + (1024 if distance >= 0 else 0) + distance)
-    for then in (lambda: run(library, "dependent", 1, 256, x, out), library.check_guards, None):
+    for then in (lambda: run("dependent", 1, 256, x, out), _C.check_guards, None):
         neighbour.value = b"x"
         if then is None:
             del out, neighbour
         with pytest.raises(RuntimeError, match=f"{message} {MEMORY}"):
-            (then or library.check_guards)()
-    library.check_guards()
+            (then or _C.check_guards)()
+    _C.check_guards()
 
 
-def test_a_launch_past_the_limits_of_gpus_is_refused(library):
+def test_a_launch_past_the_limits_of_gpus_is_refused():
     x, out = fresh(4)
     for blocks, threads in (0, 1), (1, 0), (1, 1025), (2**31, 1):
-        error = library.run("two_writes", blocks, threads, x.data_ptr(), out.data_ptr(), 4)
+        error = _C.run("two_writes", blocks, threads, x.data_ptr(), out.data_ptr(), 4)
         assert error == "invalid configuration argument"

@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -64,7 +65,6 @@ struct Memory {
   // One Access for every `granule` bytes: 16, or fewer as soon as there is a smaller access.
   Access* shadow = nullptr;
   size_t granule = 0;
-  uint32_t era = 0;  // the era of the thread numbers in shadow, see Run
   // The rest is of the current launch.
   bool writable = true;
   Accesses loads{}, stores{};
@@ -120,8 +120,7 @@ struct Run {
   uint32_t begun = 0, done = 0, at_barrier = 0, at_warp = 0;
   Site barrier{};
 
-  // Unique numbers of threads. A new era begins when 32 bits have no more of them.
-  uint32_t era = 1, numbers_used = 1, first_of_launch = 0, first_of_block = 0;
+  uint32_t numbers_used = 1, first_of_launch = 0, first_of_block = 0;  // unique numbers of threads
   uint32_t time = 0;  // barriers that the block and its warps have passed
   struct Times {
     uint32_t of[2] = {};  // of the last barrier that orders other memory, and of the last that orders shared memory
@@ -131,16 +130,10 @@ struct Run {
   } block_time;
   std::vector<Times> warp_time;
 
-  // An access to memory from allocate(), which is kept until the block ends if options.lines is set.
-  struct Touch {
-    uint32_t thread;
-    const void* where;  // the instruction
-    Accesses* counted;
-    uint64_t line;
-    bool first;    // the first line of an access
-    uint32_t nth;  // how many times the thread has executed the instruction before
-  };
-  std::vector<Touch> touches;
+  // If options.lines is set: how often a thread of the block has executed an instruction, and the lines that were
+  // counted, each with a warp, an instruction and how often that had been executed before.
+  std::map<std::pair<uint32_t, const void*>, uint32_t> executed;
+  std::set<std::tuple<uint32_t, const void*, uint32_t, Accesses*, uint64_t>> lines;
 
   Memory shared;
   uintptr_t variables = 0, end_of_variables = 0;  // the addresses of the shared variables
@@ -206,22 +199,21 @@ bool before_barrier(uint32_t thread, uint32_t time, bool shared) {
          (time < run.block_time.of[shared] || (in_warp(thread) && time < run.warp_time[run.thread / 32].of[shared]));
 }
 
-// Makes the shadow finer, or begins a new one if the old one is of an earlier era.
+// Makes the shadow finer, or begins one.
 void make_shadow(Memory& m, size_t granule) {
   const size_t count = (m.bytes() + granule - 1) / granule;
   auto* const shadow = static_cast<Access*>(calloc(count, sizeof(Access)));
   if (!shadow) abort();
-  for (size_t i = 0; m.era == run.era && i < count; i++) shadow[i] = m.shadow[i * granule / m.granule];
+  for (size_t i = 0; m.shadow && i < count; i++) shadow[i] = m.shadow[i * granule / m.granule];
   free(m.shadow);
   m.shadow = shadow;
   m.granule = granule;
-  m.era = run.era;
 }
 
 // Checks that no other thread may access the same bytes at the same time, and records the access.
 void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where) {
   const size_t bits = (a - m.begin) | n | 16, granule = bits & -bits;
-  if (m.era != run.era || m.granule > granule) make_shadow(m, granule);
+  if (!m.shadow || m.granule > granule) make_shadow(m, granule);
   const uint32_t me = run.first_of_block + run.thread;
   // Only accesses of the same block to shared memory count, and only those of the same launch to other memory.
   const auto known = [&](uint32_t thread) {
@@ -321,25 +313,11 @@ Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
   outside(a, n, write, where);
 }
 
-// Keeps the lines that an access touches.
-[[gnu::noinline]] void touch(Accesses& counted, size_t at, size_t n, const void* where) {
+// Counts the lines that an access touches, unless another thread of the warp has touched them in this instruction.
+[[gnu::noinline]] void count_lines(Accesses& counted, size_t at, size_t n, const void* where) {
+  const uint32_t before = run.executed[{run.thread, where}]++;
   for (uint64_t line = at / 128; line <= (at + n - 1) / 128; line++)
-    run.touches.push_back({run.thread, where, &counted, line, line == at / 128, 0});
-}
-
-// Counts the lines that the warps of a block have touched.
-void count_lines() {
-  auto& all = run.touches;
-  const auto by_thread = [](const Run::Touch& a, const Run::Touch& b) {
-    return std::tie(a.thread, a.where) < std::tie(b.thread, b.where);
-  };
-  std::stable_sort(all.begin(), all.end(), by_thread);
-  for (size_t i = 1; i < all.size(); i++)
-    if (!by_thread(all[i - 1], all[i])) all[i].nth = all[i - 1].nth + all[i].first;
-  const auto key = [](const Run::Touch& t) { return std::tuple(t.thread / 32, t.where, t.nth, t.counted, t.line); };
-  std::sort(all.begin(), all.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); });
-  for (size_t i = 0; i < all.size(); i++) all[i].counted->lines += i == 0 || key(all[i - 1]) != key(all[i]);
-  all.clear();
+    counted.lines += run.lines.insert({run.thread / 32, where, before, &counted, line}).second;
 }
 
 // Accesses of another size, and those of types that are not aligned, have this number in Accesses::count.
@@ -379,7 +357,7 @@ constexpr size_t kAligned = 16;
     auto& counted = write ? m->stores : m->loads;
     counted.bytes += n;
     counted.count[width]++;
-    if (options.lines) touch(counted, a - m->begin, n, where);
+    if (options.lines) count_lines(counted, a - m->begin, n, where);
   }
   check_order(*m, a, n, write, where);
 }
@@ -567,8 +545,9 @@ void run_block() {
     memset(reinterpret_cast<void*>(run.dirty_begin), 0xff, run.dirty_end - run.dirty_begin);
   run.dirty_begin = UINTPTR_MAX;
   run.dirty_end = 0;
+  run.executed.clear();
+  run.lines.clear();
   switch_from(run.host);
-  count_lines();
   if (run.finding.empty() && run.done < run.threads.size()) run.finding = "the threads of a block wait for each other";
 }
 
@@ -679,7 +658,11 @@ void launch(const Launch& l) {
   const std::lock_guard<std::mutex> lock(run.mutex);
   const uint64_t blocks = l.grid.count(), threads = l.block.count();
   if (blocks > UINT32_MAX / 2 / threads) throw std::runtime_error("more threads than the emulator has numbers for");
-  if (blocks * threads > UINT32_MAX - run.numbers_used) run.era++, run.numbers_used = 1;
+  if (blocks * threads > UINT32_MAX - run.numbers_used) {  // no more numbers: accesses so far are forgotten
+    const std::lock_guard<std::mutex> registry_lock(registry.mutex);
+    for (auto& [_, m] : registry.live) free(std::exchange(m.shadow, nullptr));
+    run.numbers_used = 1;
+  }
   run.launch = &l;
   run.first_of_launch = run.numbers_used;
   run.numbers_used += uint32_t(blocks * threads);
@@ -696,7 +679,7 @@ void launch(const Launch& l) {
   run.shared.begin = run.dirty_begin = shared ? shared : run.variables;
   run.shared.end = run.dirty_end = shared ? shared + l.shared_bytes : run.end_of_variables;
   run.shared.shared = true;
-  run.shared.era = 0;  // its size may have changed
+  free(std::exchange(run.shared.shadow, nullptr));  // its size may have changed
   grid_size = l.grid;
   const Permutation order(blocks);
   for (uint64_t i = 0; i < blocks && run.finding.empty(); i++) {
