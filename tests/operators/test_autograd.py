@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from cases import OPERATORS, Calls, covering, name_of, need, schema_of, written_by
-from programs import tensors_of
+from programs import call_of, tensors_of
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -117,33 +117,6 @@ def test_gradients_of_cos_sin_pass_gradcheck(shape, device):
 
 
 # ---- every argument of every operator ----
-
-OPERANDS = {  # tensors that could be mistaken for one another differ in their strides
-    **dict.fromkeys(("x", "q", "q_out_grad"), lambda: torch.randn(2, 4, 3, 8)),
-    "k": lambda: torch.randn(2, 4, 1, 8),
-    "v": lambda: torch.randn(2, 4, 1, 16)[..., ::2],
-    "k_out_grad": lambda: torch.randn(4, 2, 1, 8).transpose(0, 1),
-    "k_cache": lambda: torch.randn(2, 5, 1, 8),
-    "v_cache": lambda: torch.randn(5, 2, 1, 8).transpose(0, 1),
-    "q_norm_weight": lambda: torch.randn(8),
-    "k_norm_weight": lambda: torch.randn(16)[::2],
-}
-
-
-def call_of(op, device, source="table"):
-    """Returns, by name, every tensor that the operator takes and that could have a gradient."""
-    names = [a.name for a in schema_of(op).arguments]
-    freq = torch_rope.inv_freq(8, device=device)
-    if "offset" not in names:
-        axes = (2,) if "axial" in op else ()
-        shape = freq.shape[:-1]  # [2] if the frequencies are in two parts
-        freq = freq.reshape(*shape, *[1] * len(axes), 4).expand(*shape, *axes, 4).clone()
-        return {"positions": torch.rand(*axes, 5, device=device), "inv_freq": freq}
-    call = {name: OPERANDS[name]().to(device) for name in names if name in OPERANDS}
-    if source == "inv_freq":
-        return call | {"inv_freq": freq}
-    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
-    return call | {"cos": cos, "sin": torch.stack([sin, cos], -1)[..., 0]}
 
 
 def decision(op, name):

@@ -73,6 +73,17 @@ def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None, kv_heads=KV_HE
     return [make(name) for name in names[: names.index("cos")]]
 
 
+def call_of(op, device, source="table"):
+    """Returns, by name, every tensor that op takes and that could have a gradient."""
+    if op not in ROTATING:
+        axes = (2,) if "axial" in op else ()
+        return {"positions": torch.rand(*axes, 5, device=device), "inv_freq": torch.rand(*axes, 4, device=device)}
+    call = dict(zip((a.name for a in schema_of(op).arguments), operands(op, device), strict=False))
+    if source == "inv_freq":
+        return call | {"inv_freq": torch_rope.inv_freq(DIM, device=device)}
+    return call | dict(zip(("cos", "sin"), tables(device), strict=True))
+
+
 def qk(device, seq=6, batch=2):
     return operands("rotate_qk", device, seq, batch)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import OPERATORS, Calls, covering, name_of, schema_of, written_by
-from programs import DIM, HEADS, KV_HEADS, ROTATING, copies, norm_weights, operands, rope, tables, tensors_of
+from programs import DIM, HEADS, KV_HEADS, ROTATING, call_of, copies, norm_weights, operands, rope, tables, tensors_of
 from torch.func import grad, vmap
 
 import torch_rope
@@ -50,12 +50,9 @@ def mapped(make, dim):
 
 def a_call_of(op, device):
     """Returns the tensors of a call, by name. The angles are a table, or frequencies if the operator takes no table."""
-    if op not in ROTATING:
-        axes = (2,) if "axial" in op else ()
-        return {"positions": torch.rand(*axes, 5, device=device), "inv_freq": torch.rand(*axes, 4, device=device)}
-    names = [a.name for a in schema_of(op).arguments]
-    call = dict(zip(names, operands(op, device), strict=False)) | dict(zip(("cos", "sin"), tables(device), strict=True))
-    call["positions"] = torch.randint(0, 60, (2, 6), device=device, dtype=torch.int32)
+    call = call_of(op, device)
+    if op in ROTATING:
+        call["positions"] = torch.randint(0, 60, (2, 6), device=device, dtype=torch.int32)
     if "cache" in op:
         call |= dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
         call |= {"slots": torch.randperm(64, device=device)[:12].view(2, 6), "q_out": torch.zeros_like(call["q"])}

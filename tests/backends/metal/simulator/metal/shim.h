@@ -12,7 +12,7 @@
 #include "../library.h"
 
 typedef _Float16 half;
-#include "types.h"
+#include "common.h"
 
 #ifdef SIMULATOR_ADDRESS_SPACES
 #define device __attribute__((address_space(1)))
@@ -28,27 +28,6 @@ typedef _Float16 half;
 #define UNWATCHED __attribute__((no_sanitize("thread")))  // for functions that read variables of the host
 
 namespace metal {
-
-// This file and strict.h have only what the shaders use, and these functions exist for float only.
-inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
-inline float rint(float x) { return simulator::rint(x); }
-inline float fabs(float x) { return __builtin_fabsf(x); }
-namespace precise {
-inline float sqrt(float x) { return __builtin_sqrtf(x); }
-inline float divide(float x, float y) { return x / y; }
-}  // namespace precise
-inline bool isfinite(float x) { return __builtin_isfinite(x); }
-template <typename T>
-T min(T x, T y) {
-  return y < x ? y : x;
-}
-template <typename T>
-T max(T x, T y) {
-  return x < y ? y : x;
-}
-
-enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
-inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 
 #ifdef SIMULATOR_ADDRESS_SPACES
 void threadgroup_barrier(mem_flags) __attribute__((convergent));
@@ -74,15 +53,6 @@ T simd_shuffle_xor(T x, ushort mask, WHERE) {
 #undef WHERE
 }  // namespace metal
 #endif
-
-using namespace metal;  // as_type and vector types are global in Metal
-template <typename T, typename F>
-T as_type(F from) {
-  static_assert(sizeof(T) == sizeof(F), "as_type takes a type of the same size");
-  T to;
-  __builtin_memcpy(&to, &from, sizeof to);
-  return to;
-}
 
 // ---- what metal.py calls ----
 

@@ -1,4 +1,4 @@
-// Declares what shim.h defines, for the check of a shader as OpenCL C++, whose address spaces are Metal's. This build
+// Stands in for shim.h in the check of a shader as OpenCL C++, whose address spaces are Metal's. This build
 // never runs. It accepts pointers without an address space, and member functions of objects in any; metal.py refuses
 // the former in the text, and clang's address spaces the latter. It refuses one thing that Metal allows: ?: between a
 // variable and a temporary of a struct.
@@ -15,35 +15,19 @@
 #define generic generic_
 #define NAN __builtin_nanf("")
 
-#include "types.h"
+namespace simulator {
+float rint(float);
+}
+#include "common.h"
 typedef __SIZE_TYPE__ size_t;
 
 namespace metal {
 
-float fma(float, float, float);
-float rint(float);
-float fabs(float);
-namespace precise {
-float sqrt(float);
-float divide(float, float);
-}  // namespace precise
-bool isfinite(float);
-template <typename T>
-T min(T, T);
-template <typename T>
-T max(T, T);
-
-enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
-mem_flags operator|(mem_flags, mem_flags);
 void threadgroup_barrier(mem_flags);
 template <typename T>
 T simd_shuffle_xor(T, ushort);
 
 }  // namespace metal
-
-using namespace metal;
-template <typename T, typename F>
-T as_type(F);
 
 namespace simulator {
 
