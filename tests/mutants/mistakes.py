@@ -283,13 +283,8 @@ BUILDS = {
         tests=["tests/operators", "tests/backends/cpu", "tests/modules", "tests/pytorch"],
         command=["setup.py", "--quiet", "build_ext", "--inplace"],
         neighbours_in=[
-            *(
-                "csrc/cpu/cpu.cpp",
-                *(f"csrc/cpu/{name}.inc" for name in ("head", "angles", "tiles", "rotate", "norm_backward", "tables")),
-                "csrc/checks.cpp",
-                "csrc/call.cpp",
-                "csrc/ops.h",
-            ),
+            *(f"csrc/{name}" for name in ("cpu/cpu.cpp", "checks.cpp", "call.cpp", "ops.h")),
+            *(f"csrc/cpu/{name}.inc" for name in ("head", "angles", "tiles", "rotate", "norm_backward", "tables")),
             *(f"csrc/autograd/{name}" for name in ("autograd.h", "norm.inc", "rotation.inc", "tables.inc")),
         ],
         neighbours=[
@@ -297,11 +292,8 @@ BUILDS = {
             "p params: rotary_start rotary_dim",
             "side: heads head_dim",
             "scratch: row_of_head row_of_token",
-            *(
-                f": {name}[{i}] {name}[{i + 1}]"
-                for name, n in (("grads", 4), ("result", 6), ("p", 6))
-                for i in range(0, n, 2)
-            ),
+            *(f": grads[{i}] grads[{i + 1}]" for i in (0, 2)),
+            *(f": {name}[{i}] {name}[{i + 1}]" for name in ("result", "p") for i in (0, 2, 4)),
             *(f"s in: own[{i}] own[{i + 1}]" for i in (0, 2, 4)),
         ],
         written=WRITTEN_CPU,
@@ -330,11 +322,7 @@ BUILDS = {
         edits=[(EMULATOR, "-Werror ", "")],
     ),
     "metal": Build(
-        tests=[
-            "tests/operators",
-            "tests/backends/metal/test_metal.py",
-            "tests/backends/metal/test_loads_and_stores.py",
-        ],
+        tests=["tests/operators", *(f"tests/backends/metal/test_{name}.py" for name in ("metal", "loads_and_stores"))],
         command=[SIMULATOR, "--kernels"],
         neighbours_in=[
             *(f"shaders/{name}.metal" for name in ("rotate", "norm", "norm_backward", "tables", "cos_sin")),

@@ -159,12 +159,9 @@ def test_a_misuse_of_metal_by_the_host_is_reported(which):
 
 
 def test_the_host_gets_the_compiler_s_message():
+    source = "kernel void k(device float* x [[buffer(0)]],\nuint i [[thread_position_in_grid]]) { x[i] = sinn(x[i]); }"
     with pytest.raises(RuntimeError, match="library: (?s:.*)program_source:2.*sinn"):
-        launch(
-            "kernel void k(device float* x [[buffer(0)]],\nuint i [[thread_position_in_grid]]) { x[i] = sinn(x[i]); }",
-            "k",
-            numbers(),
-        )
+        launch(source, "k", numbers())
     with pytest.raises(RuntimeError, match="function: .*the library has no function other"):
         launch(LIBRARY, "other", numbers())
 

@@ -1,21 +1,12 @@
 """Tests that AddressSanitizer reports the mistakes of kernels that were built with it: --emulate=asan."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import emulator
 import pytest
+from cases import python
 
 pytestmark = pytest.mark.cpu
-
-
-def test_a_build_with_address_sanitizer_reports_mistakes():
-    code = f"""
-import sys
-sys.path.insert(0, {str(Path(emulator.__file__).parent)!r})
-import emulator, torch
+PROGRAM = """
+import emulator, sys, torch
 library = emulator.load(emulator.build(sanitize=True))
 x, out = torch.randint(-9, 9, (4, 256)).float(), torch.empty(4)
 for order in range(3):
@@ -30,8 +21,10 @@ del out
 sys.stdout.flush()
 library.run("past_the_end", 1, 1, x.data_ptr(), x.data_ptr(), x.numel())
 """
-    environment = os.environ | emulator.environment()
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_a_build_with_address_sanitizer_reports_mistakes():
+    done = python(PROGRAM, **emulator.environment())
     assert "__shfl_xor_sync" in done.stdout
     assert done.returncode and "AddressSanitizer: use-after-poison" in done.stderr, done.stderr
     assert "selftest.cu" in done.stderr
