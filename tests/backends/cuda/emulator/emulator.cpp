@@ -21,7 +21,7 @@
 #ifdef __SANITIZE_ADDRESS__  // AddressSanitizer then watches the loads and stores
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
-constexpr size_t kStack = 512 * 1024;  // bytes of a fiber's stack
+constexpr size_t kStack = 256 * 1024;  // bytes of a fiber's stack; each switch takes long if there are more
 #else
 #define ASAN_POISON_MEMORY_REGION(...)
 #define ASAN_UNPOISON_MEMORY_REGION(...)
