@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -41,8 +40,42 @@ alignas(128) thread_local unsigned char end_of_variables;
 
 // ---- fibers ----
 
+extern "C" void emulator_switch(void** save, void* load);
+asm(R"(
+.text
+.hidden emulator_switch
+.type emulator_switch,@function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulator_switch,.-emulator_switch
+)");
+struct Context {
+  void* top = nullptr;
+  void start(char* stack, void (*f)()) {
+    void** p = reinterpret_cast<void**>(stack + kStack);
+    *--p = nullptr;  // the return address of f, which never returns; it also aligns the frame of f
+    *--p = reinterpret_cast<void*>(f);
+    top = p - 6;
+  }
+  void to(Context& other) { emulator_switch(&top, other.top); }
+};
+
 struct Fiber {
-  ucontext_t context;
+  Context context;
   const void* stack = nullptr;
   size_t stack_size = 0;
   int thread = -1;
@@ -169,7 +202,7 @@ template <typename... T>
 #ifdef __SANITIZE_ADDRESS__
   __sanitizer_start_switch_fiber(nullptr, run.host.stack, run.host.stack_size);
 #endif
-  setcontext(&run.host.context);
+  run.fiber->context.to(run.host.context);
   abort();
 }
 
@@ -398,10 +431,7 @@ Fiber* new_fiber() {
   Fiber* const fiber = run.idle.back();
   run.idle.pop_back();
   ASAN_UNPOISON_MEMORY_REGION(fiber->stack, kStack);  // an earlier launch may have abandoned frames there
-  getcontext(&fiber->context);
-  fiber->context.uc_stack.ss_sp = const_cast<void*>(fiber->stack);
-  fiber->context.uc_stack.ss_size = kStack;
-  makecontext(&fiber->context, run_threads, 0);
+  fiber->context.start(static_cast<char*>(const_cast<void*>(fiber->stack)), run_threads);
   fiber->thread = -1;
   return fiber;
 }
@@ -428,10 +458,10 @@ void switch_from(Fiber& from) {
 #ifdef __SANITIZE_ADDRESS__
   void* fake;
   __sanitizer_start_switch_fiber(&fake, to->stack, to->stack_size);
-  swapcontext(&from.context, &to->context);
+  from.context.to(to->context);
   __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #else
-  swapcontext(&from.context, &to->context);
+  from.context.to(to->context);
 #endif
 }
 
