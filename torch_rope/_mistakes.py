@@ -33,7 +33,8 @@ _OTHER_NAMES = {
     "norm_eps": "eps epsilon variance_epsilon",
     "base": "theta rope_theta rotary_base freq_base",
     "head_dim": "dim dims head_size d_head",
-    "rotary_dim": "dim dims head_dim rope_dim",
+    "rotary_dim": "dim dims",
+    "rotary_dim, the number of channels that rotate": "head_dim rope_dim",
     "rotary_dim, an integer: head_dim times that factor": "partial_rotary_factor rotary_percent rotary_pct",
     "interleaved": "traditional rope_interleave interleave",
     "interleaved, which has the opposite value": "is_neox_style is_neox",
@@ -118,6 +119,8 @@ def wrong_type(function: str, name: str, value: Any, must_be: str = "a tensor", 
         advice = f"torch.arange({value}) has the positions below {value}"
         if "cos_sin" not in function:
             advice = f"pass offset={value} if the first token is at position {value}"
+    elif isinstance(value, dict) and "inv_freq" in value:
+        advice = "pass the angles of a module as **angles"
     elif not advice and must_be == "a tensor" and not isinstance(value, int | float | str | type | None):
         advice = "torch.as_tensor makes one of a list or an array"
     return TypeError(f"{function}: {name} is {shown(value)} but must be {must_be}" + (f"; {advice}" if advice else ""))

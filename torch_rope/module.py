@@ -164,6 +164,8 @@ class RotaryEmbedding(nn.Module):
             positions, offset: as in :func:`torch_rope.rotate_qk`. If q and k are DTensors and positions is a plain
                 tensor, it must hold the positions of all ranks.
         """
+        if unknown:
+            raise unknown_argument("torch_rope.RotaryEmbedding", unknown, ["q", "k", "positions", "offset"])
         made, places = self._made.get(getattr(q, "device", None)), self._buffers
         if (
             made is not None
@@ -174,12 +176,12 @@ class RotaryEmbedding(nn.Module):
         ):  # the usual case is written out, because a decode step is as long as this method
             cos, sin, inv_freq = made
             args = q, k, cos, sin, inv_freq, positions, offset
-            return call(_ops.rotate_qk.default, args, unknown, offset, self.attention_factor, self.interleaved)
-        if unknown:
-            raise unknown_argument("torch_rope.RotaryEmbedding", unknown, ["q", "k", "positions", "offset"])
+            return call(_ops.rotate_qk.default, args, None, offset, self.attention_factor, self.interleaved)
         check_tensor("torch_rope.RotaryEmbedding", "q", q)
         if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
             advice = f"; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"
+            if q.shape[-1] % self.head_dim == 0:
+                advice = f"; if they are all heads of a token, pass q.unflatten(-1, (-1, {self.head_dim})){advice}"
             raise ValueError(
                 f"torch_rope.RotaryEmbedding: q has head_dim {q.shape[-1]} but must have head_dim {self.head_dim}, as "
                 "the module has" + (advice if q.shape[-1] > self.head_dim else "")
@@ -190,7 +192,7 @@ class RotaryEmbedding(nn.Module):
             from ._sharding import distributed_like
 
             angles = distributed_like(q, angles)
-        return rotate_qk(q, k, **angles, **unknown)
+        return rotate_qk(q, k, **angles)
 
     def angles(
         self,
@@ -253,11 +255,17 @@ class RotaryEmbedding(nn.Module):
         raise AttributeError(f"torch_rope.RotaryEmbedding: a module without max_position has no table {name}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Takes what is assigned to inv_freq only if it has a frequency for each pair of channels that the module rotates."""
+        """Takes only tensors as cos, sin and inv_freq, which has a frequency for each pair that the module rotates."""
         # FSDP deletes a name before it assigns a part of a parameter to it.
-        if name == "inv_freq" and name in self._buffers | self._parameters and isinstance(value, Tensor):
+        if name in _SOURCES and value is not None and name in self._buffers | self._parameters:
+            check_tensor("torch_rope.RotaryEmbedding", name, value)
             length, pairs = (1, *value.shape)[-1], self.rotary_dim // 2
-            _require(length == pairs, "the length of inv_freq", length, f"rotary_dim / 2, which is {pairs}")
+            _require(
+                name != "inv_freq" or length == pairs,
+                "the length of inv_freq",
+                length,
+                f"rotary_dim / 2, which is {pairs}",
+            )
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":

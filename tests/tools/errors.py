@@ -39,7 +39,9 @@ multimodal.axial(freqs=freq) -> torch_rope.multimodal.axial: freqs is not an arg
 transformers.patch(linear, fused=True) -> torch_rope.integrations.transformers.patch: fused is ... its name here is fuse
 RotaryEmbedding.from_config({"model_type": "llama"}, interleave=True) -> from_config: interleave ... here is interleaved
 RotaryEmbedding.from_config({"model_type": "llama"}, layer_idx=0) -> the arguments are config, layer_type, layer,
-rope(q, k, position_ids=ints) -> rope.rotate_qk: position_ids is not an argument; its name here is positions
+rope(q, k, position_ids=ints) -> torch_rope.RotaryEmbedding: position_ids is not ... its name here is positions
+rope(q, k, cos=cos) -> torch_rope.RotaryEmbedding: cos is not an argument; the arguments are q, k, positions, offset
+rotate_qk(q, k, rope.angles(3)) -> rope.rotate_qk: cos is of type dict but must be a tensor; pass ... as **angles
 multimodal.position_parts(ints[None], freq.double()[None], "cpu") -> positions is int64 but must be float64
 multimodal.position_parts(None, freq.double()[None], "cpu") -> positions is None but must be a tensor
 multimodal.sections([0.5] * 8, [2, 3, 3]) -> torch_rope.multimodal.sections: inv_freq is of type list but must be a tensor

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -52,6 +52,11 @@ def _need(good: bool, name: str, value: Any, must_be: str) -> None:
     _require(good, "from_config", name, value, must_be)
 
 
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Returns what a message says of an unknown entry whose name is nearly a known one, or an empty text."""
+    return "".join(f"absent; did you mean {near}?" for near in difflib.get_close_matches(name, [*known], 1, 0.8))
+
+
 def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
@@ -86,6 +91,9 @@ def _made(config: Mapping) -> Any:
     for name, value in ("rope_parameters", rope), ("rope_scaling", old):
         _need(value is None or isinstance(value, dict), name, value, "a dict")
         for each in _parts(value):
+            for entry in each.keys() - _OF_SOME_KIND - _OF_EVERY_KIND:
+                meant = _meant(entry, _OF_SOME_KIND | _OF_EVERY_KIND)
+                _need(not meant, entry, each[entry], meant)
             of_a_kind = each.keys() - _OF_EVERY_KIND
             if not (each.get("rope_type") or each.get("type") or of_a_kind - _OF_SOME_KIND) and of_a_kind:
                 must_have = "must have one, such as 'linear' or 'yarn'"
@@ -244,8 +252,7 @@ def _kind(rope: Mapping) -> tuple[str, Mapping]:
     taken = ({*inspect.signature(KINDS[kind]).parameters} - _NOT_BY_ROPE) | _OF_EVERY_KIND
     others = [name for name, value in rope.items() if value is not None and name not in taken]
     for name in sorted(others, key=_OF_SOME_KIND.__contains__):  # first those that no kind has
-        near = difflib.get_close_matches(name, taken, 1, 0.8)
-        must_be = f"absent; did you mean {near[0]}?" if near else f"absent, because rope_type {kind!r} does not have it"
+        must_be = _meant(name, taken) or f"absent, because rope_type {kind!r} does not have it"
         _need(kind != "default" or name not in _OF_SOME_KIND, "rope_type", kind, f"one that has {name}, such as 'yarn'")
         _need(False, name, rope[name], must_be)
     return kind, rope

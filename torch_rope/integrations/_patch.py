@@ -196,13 +196,16 @@ class _Search:
             attribute = _attribute_of(owner, name)
             if (owner, attribute) in self.ours:
                 continue
-            where = f"{self.name} is not patched: {type(owner).__name__}.{name} of {path or 'the model itself'}"
+            method = f"{type(owner).__name__}.{name} of {path or 'the model itself'}"
+            where = f"{self.name} is not patched: {method}"
             current = vars(owner).get(attribute)
             bound = getattr(current, "__self__", None) is owner
             function = current.__func__ if bound else function
             if hasattr(function, "_torch_rope"):
                 there = "; ".join(map(str, function._torch_rope))
-                raise ValueError(f"{where} already calls torch_rope: {self.undo}. What is there: {there}")
+                raise ValueError(
+                    f"{self.name} is not patched again: {method} calls torch_rope; {self.undo}. It says: {there}"
+                )
             try:
                 new = self._renamed(function)
             except NotImplementedError as error:
@@ -333,7 +336,7 @@ def patch_model(
         if (other := vars(module).get(ATTRIBUTE)) not in (None, patched):
             given = ", ".join(f"{name}={value!r}" for name, value in other.options.items())
             kind = type(module).__name__
-            undo = f"the {kind} is patched; call patch(that {kind}, {given}).undo() first"
+            undo = f"the {kind} is patched with {given}; call undo() of what patch returned, or patch(that {kind}, {given}).undo()"
     search = _Search(library, options["rounding"], fuse, type(holder).__name__, patched.left(), undo)
     try:
         replaced, notes = [*search.of(model)], []
