@@ -189,7 +189,7 @@ def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformer
     assert diffusers.patch(pipe) is patched and unpatched(pipe.components["text_encoder"]) and not unpatched(model)
     assert "torch_rope in Pipeline:\n  transformer.processor of 1 Processor" in str(patched)
     assert [line.split()[0] for line in str(patched).splitlines()[2:]] == ["vae.*.*:", "text_encoder.rope:"]
-    with pytest.raises(ValueError, match="Pipeline is not patched: .* of transformer.* already calls"):
+    with pytest.raises(ValueError, match="Pipeline cannot be patched now: .* of transformer.* calls"):
         diffusers.patch(Pipeline(model))
     patched.undo()
     assert unpatched(model)

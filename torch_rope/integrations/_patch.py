@@ -204,7 +204,7 @@ class _Search:
             if hasattr(function, "_torch_rope"):
                 there = "; ".join(map(str, function._torch_rope))
                 raise ValueError(
-                    f"{self.name} is not patched again: {method} calls torch_rope; {self.undo}. It says: {there}"
+                    f"{self.name} cannot be patched now: {method} calls torch_rope; {self.undo}. It says: {there}"
                 )
             try:
                 new = self._renamed(function)
