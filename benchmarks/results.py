@@ -126,7 +126,8 @@ def sent_by(device: str, function: Callable, *arguments) -> tuple[list, str]:
     On a CPU each call has a new process. A process that uses a GPU takes many seconds to start, so it is kept for the
     next call, unless something failed in it. measure() also sends the names of the implementations that it starts.
     """
-    process, connection = _kept.pop(device, None) or started(device)
+    kept = _kept.pop(device, None)
+    process, connection = kept if kept and kept[0].is_alive() else started(device)
     connection.send((function, arguments))
     sent, end = [], f"nothing happened for {SILENCE} seconds"
     try:

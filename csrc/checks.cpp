@@ -246,7 +246,8 @@ void check_norm(const RotateCall& call) {
                    "eager_rounding is True but must be False with ",
                    q_weight.tensor ? "q_norm_weight and k_norm_weight" : "norm_v",
                    ", because the order of a norm's sum differs from that of PyTorch's operators");
-  ROPE_CHECK_VALUE(call.norm_eps >= 0, "norm_eps is ", call.norm_eps, " but must be at least 0");
+  ROPE_CHECK_VALUE((!q_weight.tensor && !call.norm_v) || (call.norm_eps >= 0 && std::isfinite(call.norm_eps)),
+                   "norm_eps is ", call.norm_eps, " but must be at least 0, and finite");
   if (!q_weight.tensor) return;
   const auto shape_of = [](const Named& w) { return w->dim() == 1 ? "[head_dim]" : "[heads, head_dim]"; };
   const c10::SymInt& head_dim = size(call.q(), -1);
@@ -256,7 +257,9 @@ void check_norm(const RotateCall& call) {
     check_dims(call, w, 1, 2,
                "[head_dim], to normalise each head, or [heads, head_dim], to normalise all heads of a token together");
     check_shape(call, equal(size(*w, -1), head_dim), w, shape_of(w), " with head_dim ", head_dim, ", as q has",
-                w->dim() == 1 ? "; pass that of a norm over all heads as weight.view(heads, head_dim)" : "");
+                w->dim() == 1 && equal(size(*w, -1), head_dim * size(*in(call, side), -2))
+                    ? "; pass that of a norm over all heads as weight.view(heads, head_dim)"
+                    : "");
     if (w->dim() == 2) check_same(call, kHeads, w, in(call, side), ": a 2-D weight has a row for each head");
   }
   check_shape(call, k_weight->dim() == q_weight->dim(), k_weight, shape_of(q_weight), ", as q_norm_weight has");
@@ -411,11 +414,12 @@ void check(const RotateCall& call, bool in_place) {
   if (call.positions) {
     const Named positions = given("positions", call.positions);
     const bool is_float = at::isFloatingType(positions->scalar_type()), is_deep = positions->dim() > 2;
+    const bool is_v = is_float && is_deep && equal(size(*positions, -1), size(call.q(), -1));
     check_tokens(call, positions, "[seq], [1, seq] or [batch, seq]",
-                 is_float && is_deep ? "; if it is v, leave it out, because v is not rotated"
-                 : is_float          ? "; make tables of other positions with cos_sin"
-                 : is_deep           ? "; for several axes, make tables with axial_cos_sin"
-                                     : "");
+                 is_v       ? "; if it is v, leave it out, because v is not rotated"
+                 : is_deep  ? "; for several axes, make tables with axial_cos_sin"
+                 : is_float ? "; make tables of other positions with cos_sin"
+                            : "");
     if (positions->dim() == 2) check_batch(call, positions);
   }
   ROPE_CHECK_VALUE(std::isfinite(call.attention_factor), "attention_factor is ", call.attention_factor,

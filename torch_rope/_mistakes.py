@@ -26,8 +26,8 @@ _OTHER_NAMES = {
     "k_cache": "key_cache",
     "v_cache": "value_cache",
     "slots": "slot_mapping",
-    "positions": "position_ids pos_ids input_pos input_positions pos position t",
-    "position_ids": "positions",
+    "positions": "position_ids pos_ids input_pos input_positions pos position",
+    "position_ids": "positions pos_ids input_pos",
     "inv_freq": "freqs frequencies inv_freqs",
     "offset": "seq_offset position_offset past_length start_pos seqlen_offset",
     "norm_eps": "eps epsilon variance_epsilon",
@@ -117,7 +117,7 @@ def wrong_type(function: str, name: str, value: Any, must_be: str = "a tensor", 
     """Returns the error of an argument with a value of a wrong type."""
     if name == "positions" and isinstance(value, int):
         advice = f"torch.arange({value}) has the positions below {value}"
-        if "cos_sin" not in function:
+        if re.match(r"rope\.(norm_)?rotate|torch_rope\.RotaryEmbedding", function):
             advice = f"pass offset={value} if the first token is at position {value}"
     elif isinstance(value, dict) and "inv_freq" in value:
         advice = "pass the angles of a module as **angles"

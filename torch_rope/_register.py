@@ -255,7 +255,7 @@ def _refuse_slices(signature: Signature, given: dict) -> None:
         if not isinstance(offset, int) or (base is not None and base.storage_offset() != 0):
             raise RuntimeError(
                 f"rope.{signature.name}: {name} is a slice that torch's lowering may write elsewhere, but must not be one, "
-                "because TORCH_ROPE_LOWERING is 0; pass a contiguous clone, or use an operator that is not in place"
+                "because TORCH_ROPE_LOWERING is 0; pass a contiguous clone, and copy it back into the slice"
             )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import frequencies
 from ._home import Home
-from ._mistakes import always_called, check_tensor, shown, unknown_argument, wrong_type
+from ._mistakes import MISSING, always_called, check_tensor, shown, unknown_argument, wrong_type
 from ._modes import as_seen, mode_of, undisturbed
 from ._ops import ops as _ops
 from .frequencies import lengths
@@ -142,7 +142,8 @@ class RotaryEmbedding(nn.Module):
         Raises the errors of :func:`torch_rope.frequencies.from_config` and of the constructor.
         """
         kind, read = frequencies.parse(config, layer_type, layer=layer)
-        _check_names("torch_rope.RotaryEmbedding.from_config", ["config", "layer_type", "layer"], kind, arguments)
+        if cls.__init__ is RotaryEmbedding.__init__ and (made := arguments.get("kind", kind)) in frequencies.KINDS:
+            _check_names("torch_rope.RotaryEmbedding.from_config", ["config", "layer_type", "layer"], made, arguments)
         rotary_dim = read.pop("head_dim" if kind == "proportional" else "rotary_dim")
         read |= {"rotary_dim": rotary_dim, "kind": kind}
         read["interleaved"] = frequencies.is_interleaved(config) if interleaved is None else interleaved
@@ -328,4 +329,5 @@ def _check_names(function: str, first: list[str], kind: str, arguments: dict[str
 
 def _require(good: bool, name: str, value: Any, must_be: str) -> None:
     if not good:
-        raise ValueError(f"torch_rope.RotaryEmbedding: {name} is {shown(value)} but must be {must_be}")
+        error = TypeError if value is MISSING else ValueError
+        raise error(f"torch_rope.RotaryEmbedding: {name} is {shown(value)} but must be {must_be}")

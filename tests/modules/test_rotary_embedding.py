@@ -428,3 +428,19 @@ def test_heads_have_head_dim_channels_unless_rotary_dim_is_given_and_each_pair_h
     for wrong in (torch.ones(15), torch.ones(2, 32), torch.ones(()), torch.nn.Parameter(torch.ones(17))):
         with pytest.raises(ValueError, match=r"the length of inv_freq is \d+ but must be rotary_dim / 2, which is 16"):
             rope.inv_freq = wrong
+    with pytest.raises(TypeError, match="inv_freq is of type list but must be a tensor"):
+        rope.inv_freq = [1.0] * 16
+
+
+@pytest.mark.cpu
+def test_arguments_of_from_config_replace_those_of_the_config_and_reach_a_subclass():
+    class Named(RotaryEmbedding):
+        def __init__(self, *args, name="", **arguments):
+            super().__init__(*args, **arguments)
+            self.name = name
+
+    config = {"model_type": "llama", "head_dim": HEAD_DIM}
+    rope = Named.from_config(config, name="given", kind="linear", factor=2.0)
+    plain = RotaryEmbedding.from_config(config, kind="linear", factor=2.0)
+    assert rope.name == "given" and torch.equal(rope.inv_freq, plain.inv_freq)
+    assert torch.equal(2 * plain.inv_freq, RotaryEmbedding(HEAD_DIM).inv_freq)

@@ -194,10 +194,11 @@ q_norm_weight=ones(1, 1, D) -> q_norm_weight has shape [1, 1, 16] but must have 
 q_norm_weight=ones(1, D) -> q_norm_weight has 1 heads but must have 3, as q has: a 2-D weight has a row for each head
 q_norm_weight=ones(H, D), k_norm_weight=ones(H, D) -> k_norm_weight has 3 heads but must have 1, as k has: a 2-D weight
 q_norm_weight=ones(H, D) -> k_norm_weight has shape [16] but must have shape [heads, head_dim], as q_norm_weight has
-k_norm_weight=ones(R) -> k_norm_weight has shape [8] but must have shape [head_dim] with head_dim 16, as q has; pass that
-    of a norm over all heads as weight.view(heads, head_dim)
-norm_eps=-1.0 -> norm_eps is -1 but must be at least 0
-norm_eps=torch.nan -> norm_eps is nan but must be at least 0
+k_norm_weight=ones(R) -> k_norm_weight has shape [8] but must have shape [head_dim] with head_dim 16, as q has
+q_norm_weight=ones(H * D) -> q_norm_weight has shape [48] but must ... as q has; pass that of a norm over all heads as
+    weight.view(heads, head_dim)
+norm_eps=-1.0 -> norm_eps is -1 but must be at least 0, and finite
+norm_eps=torch.nan -> norm_eps is nan but must be at least 0, and finite
 
 [norm: TypeError]
 q_norm_weight=ones(D).bfloat16() -> q_norm_weight is bfloat16 but must be float32, the dtype of q

@@ -28,7 +28,7 @@ rope(query=q, k=k) -> torch_rope.RotaryEmbedding: query is not an argument; its 
 rope(k=k) -> torch_rope.RotaryEmbedding: q is missing but must be a tensor
 rotate_qk(q, cos=cos, sin=sin) -> rope.rotate_qk: k is missing but must be a tensor
 rotate_into_cache_(q, k, k, key_cache=q) -> rope.rotate_into_cache_: key_cache is not ... its name here is k_cache
-cos_sin(t=ints, freqs=freq) -> rope.cos_sin: t is not an argument; its name here is positions
+cos_sin(ints, freqs=freq) -> torch_rope.cos_sin: freqs is not an argument; its name here is inv_freq
 rotary_embedding(heads_first, cos, sin, positions=ints) -> positions is ... its name here is position_ids
 positions_from_cu_seqlens(ints, max_seqlen=3) -> max_seqlen is ... its name here is total, the number
 slots_of_window(ints, window_size=3) -> torch_rope.slots_of_window: window_size is ... its name here is window

@@ -94,7 +94,7 @@ def _made(config: Mapping) -> Any:
             for entry in each.keys() - _OF_SOME_KIND - _OF_EVERY_KIND:
                 meant = _meant(entry, _OF_SOME_KIND | _OF_EVERY_KIND)
                 _need(not meant, entry, each[entry], meant)
-            of_a_kind = each.keys() - _OF_EVERY_KIND
+            of_a_kind = {entry for entry in each if each[entry] is not None} - _OF_EVERY_KIND
             if not (each.get("rope_type") or each.get("type") or of_a_kind - _OF_SOME_KIND) and of_a_kind:
                 must_have = "must have one, such as 'linear' or 'yarn'"
                 raise ValueError(f"torch_rope.frequencies.from_config: {name} has no rope_type but {must_have}")
@@ -253,7 +253,8 @@ def _kind(rope: Mapping) -> tuple[str, Mapping]:
     others = [name for name, value in rope.items() if value is not None and name not in taken]
     for name in sorted(others, key=_OF_SOME_KIND.__contains__):  # first those that no kind has
         must_be = _meant(name, taken) or f"absent, because rope_type {kind!r} does not have it"
-        _need(kind != "default" or name not in _OF_SOME_KIND, "rope_type", kind, f"one that has {name}, such as 'yarn'")
+        if kind == "default" and (having := [k for k, f in KINDS.items() if name in inspect.signature(f).parameters]):
+            _need(False, "rope_type", kind, f"one that has {name}, such as {min(having, key='yarn'.__ne__)!r}")
         _need(False, name, rope[name], must_be)
     return kind, rope
 
