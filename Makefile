@@ -109,7 +109,7 @@ exhaustive-metal: .venv/metal
 exhaustive-models: .venv/models
 	$(PYTEST) tests/integrations tests/exhaustive/models
 
-exhaustive-package: lint .venv/package wheel
+exhaustive-package: lint .venv/models .venv/package wheel
 	$(WITH_NINJA) $(PYTEST) tests/tools tests/exhaustive/package
 
 mutate: .venv/built ## plants mistakes in all back ends, each of which the tests must find (hours)
