@@ -62,7 +62,9 @@ def test_patch_and_undo_change_only_this_model(library, make, arguments, rotatio
         assert list(model.state_dict()) == state and torch.equal(torch.get_rng_state(), generator)
         assert patch(model) is patched
         for options in ({"rounding": "once"}, {"fuse": True}):
-            with pytest.raises(ValueError, match=r", rounding='eager', fuse=False.*\)\.undo\(\)\. It says: apply_rot"):
+            with pytest.raises(
+                ValueError, match=r", rounding='eager', fuse=False.*\)\.undo\(\) restores it\. It says: apply_rot"
+            ):
                 patch(model, **options)
         copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         check(copied, rotations)

@@ -336,7 +336,7 @@ def patch_model(
         if (other := vars(module).get(ATTRIBUTE)) not in (None, patched):
             given = ", ".join(f"{name}={value!r}" for name, value in other.options.items())
             kind = type(module).__name__
-            undo = f"the {kind} is patched with {given}; call undo() of what patch returned, or patch(that {kind}, {given}).undo()"
+            undo = f"the {kind} is patched: patch(that {kind}, {given}).undo() restores it"
     search = _Search(library, options["rounding"], fuse, type(holder).__name__, patched.left(), undo)
     try:
         replaced, notes = [*search.of(model)], []
