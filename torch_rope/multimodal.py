@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import frequencies
 from ._mistakes import check_tensor, named, whole, whole_numbers
-from .frequencies.kinds import in_two_parts, on_device
+from .frequencies.kinds import has_float64, in_two_parts
 
 
 @named
@@ -184,7 +184,9 @@ def position_parts(positions: Tensor, inv_freq: Tensor, device: torch.device | s
             f"torch_rope.multimodal.position_parts: positions has shape {list(positions.shape)} and inv_freq "
             f"{list(inv_freq.shape)} but they must be [axes, *P] and [axes, pairs]"
         )
-    return in_two_parts(positions).flatten(0, 1).to(device), on_device(inv_freq.repeat(2, 1), device)
+    inv_freq = inv_freq.repeat(2, 1)
+    parts = inv_freq if has_float64(device) else in_two_parts(inv_freq)
+    return in_two_parts(positions).flatten(0, 1).to(device), parts.to(device)
 
 
 # model_type of transformers -> the function for its order of axes, and the sections if its config does not give them

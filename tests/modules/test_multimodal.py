@@ -9,7 +9,7 @@ from cases import Calls
 import torch_rope
 from torch_rope import multimodal
 
-pytestmark = [pytest.mark.core, pytest.mark.shared]
+pytestmark = pytest.mark.core
 
 PAIRS, FREQ = 64, torch.ones(8)
 # name of the function -> (sections, the axis that pair j follows, the dtype of positions)
