@@ -37,7 +37,7 @@ STYLES = {
     "copy": (MUTED, ""),
 }
 LABELS = {"copy": "copy_, for comparison", "mlx": "mlx, made for GPUs"}
-LABELS |= {"flashinfer in place": "FlashInfer", "vllm in place": "vLLM", "SGLang's way": "SGLang's way"}
+LABELS |= {"flashinfer in place": "FlashInfer", "vllm in place": "vLLM"}
 
 SETTINGS = {
     "svg.fonttype": "none",  # text remains text and does not become outlines

@@ -111,7 +111,7 @@ def in_time(x: dict, ours: dict | None) -> tuple[str, str]:
 
 
 def quartiles_of(x: dict) -> tuple[float, float]:
-    """Returns the lower and the upper quartile, or twice the median if nothing else is known."""
+    """Returns the lower and the upper quartile, or the median in place of both if nothing else is known."""
     return x.get("q1_us", x["median_us"]), x.get("q3_us", x["median_us"])
 
 
@@ -212,7 +212,7 @@ def machine(lines: list[dict]) -> str:
 
 @dataclass(frozen=True)
 class Front:
-    """A table of README.md: times of a few cases in one file of results."""
+    """A table of README.md or docs/benchmarks.md: times of a few cases in one file of results."""
 
     file: Path
     corner: str
@@ -296,8 +296,8 @@ FRONT = {
 }
 
 
-def reasons(lines: list[dict]) -> str:
-    """Returns the three reasons of README.md and docs/index.md. lines: those of the CPU, for the accuracy."""
+def reasons(_) -> str:
+    """Returns the three reasons of README.md and docs/index.md, with figures of a GPU."""
     gpu = read(H100)
     names = IN_PLACE, "copy", "SGLang's way", "vllm in place"
     ours, copy, sglang, vllm = (time(one(gpu, SWEEP[2048], name)) for name in names)
