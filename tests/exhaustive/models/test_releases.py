@@ -23,7 +23,7 @@ for kind in ("llama", "qwen3", "olmo2", "gemma3_text", "cohere", "glm", "gpt_oss
     with patch(model):
         assert torch.equal(model(ids).logits, expected), kind
     with patch(model, fuse=True) as patched, torch.no_grad():
-        assert "; fused: " in str(patched)
+        assert ("; fused: " in str(patched)) == (kind != "gpt_oss"), kind  # its forward uses sinks
         for make in (transformers.DynamicCache, lambda **more: transformers.StaticCache(max_cache_len=12, **more)):
             cache = make(config=config)
             parts = [model(ids[:, a:b], None, None, cache).logits for a, b in ((0, 6), (6, 7), (7, 9))]
