@@ -523,7 +523,7 @@ def norm_rotate_qk(
         (q, k), each with the shape and dtype of its argument.
 
     Raises:
-        ValueError, TypeError, IndexError: as :func:`rotate` does, and ValueError if norm_eps is negative or NaN.
+        ValueError, TypeError, IndexError: as :func:`rotate` does, and ValueError if norm_eps is negative or not finite.
         NotImplementedError: a derivative for cos, sin or inv_freq is asked for.
 
     Differentiable in q, k and both weights, but not in cos, sin and inv_freq: to any order, in forward mode, and under
