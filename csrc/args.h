@@ -3,7 +3,7 @@
 // compiled several times, for different processors.
 #pragma once
 
-#include "rope.h"
+#include "params.h"
 
 namespace rope {
 
@@ -19,6 +19,27 @@ struct SideData {
   const float* scale;
   DType weight_dtype;
 };
+
+// The range that a position must lie in.
+struct PositionRange {
+  bool limited;   // false: every position is allowed
+  rope_int last;  // the allowed positions are 0 to last
+};
+// Returns the range that a table by position and a cache leave. A table by position has a row for each allowed
+// position. In a cache without slots, sequence b is written to block b, and each token to the cell of that block whose
+// index is the position; the block has block_size cells.
+static inline PositionRange position_range(const RopeParams& p) {
+  const rope_int rows = p.source == kTableByPosition ? p.table_rows : INT64_MAX,
+                 cells = p.has_cache && !p.has_slots ? p.block_size : INT64_MAX, most = rows < cells ? rows : cells;
+  return {most != INT64_MAX, most - 1};
+}
+
+// Returns whether q, k and v have no element. Then a back end reads no tensor, however many tokens there are.
+static inline bool is_empty(const RopeParams& p) {
+  bool has_channels = false;
+  for (const Side& side : p.sides) has_channels = has_channels || (side.heads && side.head_dim);
+  return !(p.batch && p.seq && has_channels);
+}
 
 struct RotateArgs {
   RopeParams params;

@@ -43,6 +43,20 @@ void token_strides(const Tensor& t, rope_int* strides) {
   strides[1] = t.stride(-1);
 }
 
+// The orders are those of DType and PositionType. The checks let no other dtype pass.
+constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+constexpr at::ScalarType kPositionTypes[] = {at::kChar, at::kByte,  at::kShort, at::kInt,
+                                             at::kLong, at::kFloat, at::kDouble};
+DType dtype_of(const Tensor& t) {
+  return DType(std::find(std::begin(kTypes), std::end(kTypes), t.scalar_type()) - kTypes);
+}
+PositionType position_type(const Tensor& t) {
+  return PositionType(std::find(std::begin(kPositionTypes), std::end(kPositionTypes), t.scalar_type()) -
+                      kPositionTypes);
+}
+
+const void* address(const Tensor& t) { return t.const_data_ptr(); }
+
 Format format_of(at::ScalarType type) {
   switch (type) {
     case at::kFloat8_e4m3fn:
@@ -57,13 +71,20 @@ Format format_of(at::ScalarType type) {
 }
 
 // Writes what the tensors of a side give. All members are zeros before.
-void describe(const SideTensors& t, Side& side) {
+void describe(const SideTensors& t, Side& side, SideData& data) {
   if (!t.in) return;
+  data.in = address(*t.in);
+  data.out = t.out->mutable_data_ptr();
   side.heads = t.in->size(-2);
   side.head_dim = t.in->size(-1);
   side.format = format_of(t.out->scalar_type());
-  if (t.scale) side.scale = t.scale->numel() == 1 ? 0 : t.scale->stride(0);
+  if (t.scale) {
+    side.scale = t.scale->numel() == 1 ? 0 : t.scale->stride(0);
+    data.scale = static_cast<const float*>(address(*t.scale));
+  }
   if (t.weight) {
+    data.weight = address(*t.weight);
+    data.weight_dtype = dtype_of(*t.weight);
     side.norm = t.weight->dim() == 2 ? kAllHeads : kEachHead;
     side.weight[0] = t.weight->dim() == 2 ? t.weight->stride(0) : 0;
     side.weight[1] = t.weight->stride(-1);
@@ -80,20 +101,6 @@ void split_factor(double attention_factor, Params& p) {
   p.factor_lo = std::isfinite(p.factor_hi) ? float(attention_factor - p.factor_hi) : 0.0f;
 }
 
-// The orders are those of DType and PositionType. The checks let no other dtype pass.
-constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
-constexpr at::ScalarType kPositionTypes[] = {at::kChar, at::kByte,  at::kShort, at::kInt,
-                                             at::kLong, at::kFloat, at::kDouble};
-DType dtype_of(const Tensor& t) {
-  return DType(std::find(std::begin(kTypes), std::end(kTypes), t.scalar_type()) - kTypes);
-}
-PositionType position_type(const Tensor& t) {
-  return PositionType(std::find(std::begin(kPositionTypes), std::end(kPositionTypes), t.scalar_type()) -
-                      kPositionTypes);
-}
-
-const void* address(const Tensor& t) { return t.const_data_ptr(); }
-
 Before before(const Tensor* x) {
   Before b{};
   if (!x) return b;
@@ -104,27 +111,36 @@ Before before(const Tensor* x) {
 
 }  // namespace
 
-RopeParams RotateCall::params() const {
-  RopeParams p{};
+RotateArgs RotateCall::args() const {
+  RotateArgs a{};
+  RopeParams& p = a.params;
   p.batch = q().dim() == 4 ? q().size(0) : 1;
   p.seq = q().size(-3);
   p.rotary_start = rotary_start;
-  for (int i = 0; i < kSides; i++) describe(sides[i], p.sides[i]);
+  for (int i = 0; i < kSides; i++) describe(sides[i], p.sides[i], a.sides[i]);
   if (norm_v) p.sides[kV].norm = kEachHead;
   if (inv_freq) {
     p.source = kInvFreq;
     p.rotary_dim = 2 * inv_freq->size(-1);
     p.split_inv_freq = frequency_strides(*inv_freq, 1, p.inv_freq);
+    a.inv_freq = address(*inv_freq);
+    a.inv_freq_dtype = dtype_of(*inv_freq);
   } else {
     p.source = cos->dim() == 2 ? kTableByPosition : cos->dim() == 3 ? kTableByToken : kTableByHead;
     p.rotary_dim = 2 * cos->size(-1);
     p.table_rows = cos->size(0);
     table_strides(*cos, p.cos);
     table_strides(*sin, p.sin);
+    a.cos = address(*cos);
+    a.sin = address(*sin);
+    a.table_dtype = dtype_of(*cos);
   }
+  p.positions[1] = 1;
   if (positions) {
     p.has_positions = 1;
     token_strides(*positions, p.positions);
+    a.positions = address(*positions);
+    a.wide_positions = positions->scalar_type() == at::kLong;
   }
   if (has_cache()) {
     const Tensor& cache = *sides[kK].out;
@@ -135,6 +151,8 @@ RopeParams RotateCall::params() const {
   if (slots) {
     p.has_slots = 1;
     token_strides(*slots, p.slots);
+    a.slots = address(*slots);
+    a.wide_slots = slots->scalar_type() == at::kLong;
   }
   p.norm_eps = float(norm_eps);
   p.offset = offset.guard_int(__FILE__, __LINE__);
@@ -145,75 +163,37 @@ RopeParams RotateCall::params() const {
     p.rounding = cos && cos->scalar_type() == q().scalar_type() ? kEachNarrow : kEachWide;
     p.factor_lo = 0.0f;  // torch multiplies a table by the nearest float
   }
-  return p;
-}
-
-RotateArgs RotateCall::args() const {
-  RotateArgs a{params()};
   a.attention_factor = attention_factor;
   a.norm_eps = norm_eps;
   a.x_dtype = dtype_of(q());
-  for (int i = 0; i < kSides; i++) {
-    const SideTensors& t = sides[i];
-    SideData& side = a.sides[i];
-    if (t.in) side.in = address(*t.in);
-    if (t.out) side.out = t.out->mutable_data_ptr();
-    if (t.scale) side.scale = static_cast<const float*>(address(*t.scale));
-    if (!t.weight) continue;
-    side.weight = address(*t.weight);
-    side.weight_dtype = dtype_of(*t.weight);
-  }
-  if (inv_freq) {
-    a.inv_freq = address(*inv_freq);
-    a.inv_freq_dtype = dtype_of(*inv_freq);
-  } else {
-    a.cos = address(*cos);
-    a.sin = address(*sin);
-    a.table_dtype = dtype_of(*cos);
-  }
-  if (positions) {
-    a.positions = address(*positions);
-    a.wide_positions = positions->scalar_type() == at::kLong;
-  }
-  if (slots) {
-    a.slots = address(*slots);
-    a.wide_slots = slots->scalar_type() == at::kLong;
-  }
   return a;
 }
 
 NormBackwardArgs NormBackwardCall::args() const { return {rotate.args(), {before(x[kQ]), before(x[kK])}}; }
 
-TokensOfRows TableBackwardCall::tokens() const {
-  const RopeParams p = rotate.params();
+TableBackwardArgs TableBackwardCall::args(const RotateArgs& gradients) {
+  const RopeParams& p = gradients.params;
   const bool by_position = p.source == kTableByPosition;
   // own: each sequence has its own positions or, in a table by token, its own rows.
   const OptTensor& positions = rotate.positions;
   const bool own = by_position ? positions && positions->dim() == 2 && positions->size(0) > 1 : rotate.cos->size(0) > 1;
-  TokensOfRows t{};
+  TableBackwardArgs a{gradients, {before(x[kQ]), before(x[kK])}};
+  TokensOfRows& t = a.tokens;
   t.rows = by_position ? cos_grad.size(0) : cos_grad.size(0) * cos_grad.size(1);
   t.copies = own ? 1 : p.batch;
   t.entries = own ? p.batch * p.seq : p.seq;
   t.listed = by_position && p.has_positions;
   // The offset may be any number if positions are given, and then row - offset could overflow.
   t.shift = by_position && !t.listed ? p.offset : 0;
-  return t;
-}
-
-std::pair<Tensor, Tensor> TableBackwardCall::order_and_starts() const {
-  const int64_t rows = rotate.cos->size(0), offset = rotate.offset.guard_int(__FILE__, __LINE__);
-  int64_t last = 0;  // positions outside of the table become row -1 or row `rows`, so that no sum overflows
-  if (__builtin_sub_overflow(rows, offset, &last)) last = INT64_MAX;
-  const Tensor row = rotate.positions->to(at::kLong).reshape(-1).clamp(-1 - offset, last).add(offset);
-  // torch 2.11 sorts int64 wrongly on some releases of macOS (pytorch/pytorch#155560).
-  const Tensor key = row.to(rows <= INT32_MAX ? at::kInt : at::kLong);
-  const auto [sorted, order] = key.sort(/*stable=*/std::optional<bool>(true));
-  return {order, at::searchsorted(sorted, at::arange(rows + 1, sorted.options()))};
-}
-
-TableBackwardArgs TableBackwardCall::args(const Tensor& order, const Tensor& starts) const {
-  TableBackwardArgs a{rotate.args(), {before(x[kQ]), before(x[kK])}, tokens()};
-  if (a.tokens.listed) {
+  if (t.listed) {
+    int64_t last = 0;  // positions outside of the table become row -1 or row `rows`, so that no sum overflows
+    if (__builtin_sub_overflow(t.rows, p.offset, &last)) last = INT64_MAX;
+    const Tensor row = positions->to(at::kLong).reshape(-1).clamp(-1 - p.offset, last).add(p.offset);
+    // torch 2.11 sorts int64 wrongly on some releases of macOS (pytorch/pytorch#155560).
+    const Tensor key = row.to(t.rows <= INT32_MAX ? at::kInt : at::kLong);
+    Tensor sorted;
+    std::tie(sorted, order) = key.sort(/*stable=*/std::optional<bool>(true));
+    starts = at::searchsorted(sorted, at::arange(t.rows + 1, sorted.options()));
     a.order = static_cast<const rope_int*>(order.const_data_ptr());
     a.starts = static_cast<const rope_int*>(starts.const_data_ptr());
   }
@@ -222,7 +202,7 @@ TableBackwardArgs TableBackwardCall::args(const Tensor& order, const Tensor& sta
   return a;
 }
 
-CosSinParams CosSinCall::params(const Tensor& positions, const Tensor& inv_freq) const {
+CosSinArgs CosSinCall::args(const Tensor& positions, const Tensor& inv_freq) const {
   CosSinParams p{};
   p.axes = inv_freq.size(-2);
   p.pairs = inv_freq.size(-1);
@@ -232,12 +212,14 @@ CosSinParams CosSinCall::params(const Tensor& positions, const Tensor& inv_freq)
   p.split_inv_freq = frequency_strides(inv_freq, 2, p.inv_freq);
   split_factor(attention_factor, p);
   p.position_type = position_type(positions);
-  return p;
-}
-
-CosSinArgs CosSinCall::args(const Tensor& positions, const Tensor& inv_freq) const {
-  return {params(positions, inv_freq), attention_factor,  dtype_of(cos),          dtype_of(inv_freq),
-          address(positions),          address(inv_freq), cos.mutable_data_ptr(), sin.mutable_data_ptr()};
+  return {p,
+          attention_factor,
+          dtype_of(cos),
+          dtype_of(inv_freq),
+          address(positions),
+          address(inv_freq),
+          cos.mutable_data_ptr(),
+          sin.mutable_data_ptr()};
 }
 
 }  // namespace rope

@@ -81,9 +81,7 @@ struct RotateCall : Angles {
   const char* q_name() const { return sides[kK].in ? "q" : "x"; }
   bool has_cache() const { return sides[kV].in != nullptr; }
 
-  // These need real tensors and a call that passed check().
-  RopeParams params() const;
-  RotateArgs args() const;
+  RotateArgs args() const;  // needs real tensors and a call that passed check()
 };
 
 // One call of norm_rotate_qk's backward.
@@ -108,13 +106,13 @@ struct TableBackwardCall {
   void zero() const {
     for (const Tensor* grad : {&cos_grad, &sin_grad}) grad->zero_();
   }
-  // These need real tensors and a call that passed the checks. Every back end uses the first two.
-  TokensOfRows tokens() const;
-  // Returns, if tokens().listed, the tokens in the order of their table rows, and the index in this order where each
-  // row begins. int64, [tokens or seq] and [rows + 1]: if all sequences have the same positions, only the tokens of
-  // the first are listed.
-  std::pair<Tensor, Tensor> order_and_starts() const;
-  TableBackwardArgs args(const Tensor& order, const Tensor& starts) const;  // both are undefined unless listed
+  // If the tokens of the rows are listed: the tokens in the order of their table rows, and the index in this order
+  // where each row begins. int64, [tokens or seq] and [rows + 1]: if all sequences have the same positions, only the
+  // tokens of the first are listed.
+  Tensor order = {}, starts = {};
+
+  // Needs real tensors and a call that passed the checks. Fills order and starts.
+  TableBackwardArgs args(const RotateArgs& gradients);
 };
 
 // One call of cos_sin: the angle is the sum over axes of position * inv_freq.
@@ -125,9 +123,8 @@ struct CosSinCall {
   const Tensor& cos;  // [*P, rotary_dim / 2], contiguous
   const Tensor& sin;
 
-  // These need real tensors and a call that passed check_cos_sin(). A back end passes positions and inv_freq again, in
+  // Needs real tensors and a call that passed check_cos_sin(). A back end passes positions and inv_freq again, in
   // dtypes that its kernels read; positions must be contiguous or [axes, tokens].
-  CosSinParams params(const Tensor& positions, const Tensor& inv_freq) const;
   CosSinArgs args(const Tensor& positions, const Tensor& inv_freq) const;
 };
 
@@ -138,12 +135,11 @@ void strides_of(const Tensor& t, rope_int* strides);
 // Raises the ValueErrors and TypeErrors that the operators document. Fake tensors are allowed: sizes stay symbolic, and
 // no value in a tensor is read.
 void check(const RotateCall& call, bool in_place);
-// Checks that q and k (or null) match their gradients, which are the q and k of the call.
-void check_gradients(const RotateCall& gradients, const Tensor* const (&x)[2]);
-// Returns whether q, k or v has an element. If not, a back end reads no tensor, however many tokens there are. Raises
-// an IndexError if positions that follow from the offset alone are out of range. Those in a tensor are for the back end
-// to check, and so are those of tokens with slots, because a pad may have any position.
-bool has_work(const RotateCall& call, const RopeParams& p);
+// Checks that the gradients of the results match q and k of a checked call, or are null too.
+void check_gradients(const RotateCall& call, const Tensor* const (&gradients)[2]);
+// Raises an IndexError if positions that follow from the offset alone are out of range. Those in a tensor are for the
+// back end to check, and so are those of tokens with slots, because a pad may have any position.
+void check_offset(const RotateCall& call, const RopeParams& p);
 // Raises an IndexError if a position is out of range. low and high are the smallest and largest element of positions,
 // without the offset.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);

@@ -429,15 +429,16 @@ void check(const RotateCall& call, bool in_place) {
   if (in_place) check_overlap(call);
 }
 
-void check_gradients(const RotateCall& call, const Tensor* const (&xs)[2]) {
+void check_gradients(const RotateCall& call, const Tensor* const (&gradients)[2]) {
   for (int side : {kQ, kK}) {
-    const Named x{side == kQ ? "q" : "k", xs[side]},
-        gradient{side == kQ ? "q_out_grad" : "k_out_grad", call.sides[side].in};
-    check_together(call, x, gradient);
+    const Named x{side == kQ ? "q" : "k", call.sides[side].in},
+        gradient{side == kQ ? "q_out_grad" : "k_out_grad", gradients[side]};
+    check_together(call, gradient, x);
     if (!x.tensor) continue;
-    check_same_type(call, x, gradient);
-    check_same_shape(call, x, gradient);
-    check_same_device(call, x, gradient);
+    ROPE_CHECK_VALUE(gradient->defined(), gradient.name, " is None but must be a tensor");
+    check_same_type(call, gradient, x);
+    check_same_shape(call, gradient, x);
+    check_same_device(call, gradient, x);
   }
 }
 
@@ -472,10 +473,8 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
   return result;
 }
 
-bool has_work(const RotateCall& call, const RopeParams& p) {
-  if (p.batch == 0 || p.seq == 0) return false;
-  if (!call.positions && !call.slots) check_position_range(call, p, 0, p.seq - 1);
-  return std::any_of(p.sides, p.sides + kSides, [](const Side& side) { return side.heads != 0 && side.head_dim != 0; });
+void check_offset(const RotateCall& call, const RopeParams& p) {
+  if (!call.positions && !call.slots && p.batch && p.seq) check_position_range(call, p, 0, p.seq - 1);
 }
 
 // A position selects a row of a table by position. Without slots, it also selects a cell of the sequence's block. The
@@ -483,13 +482,12 @@ bool has_work(const RotateCall& call, const RopeParams& p) {
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high) {
   int64_t first = 0, last = 0;
   const bool overflow = __builtin_add_overflow(low, p.offset, &first) || __builtin_add_overflow(high, p.offset, &last);
-  const auto check = [&](int64_t limit, const char* name) {
-    TORCH_CHECK_INDEX(!overflow && first >= 0 && last < limit, call.op, ": positions go from ", low, " to ", high,
-                      " with offset ", p.offset, " but position + offset must be at least 0 and below ", limit, ", ",
-                      name);
-  };
-  if (p.source == kTableByPosition) check(p.table_rows, "the number of rows of cos");
-  if (p.has_cache && !call.slots) check(p.block_size, "the block_size (or max_seq) of k_cache");
+  const PositionRange range = position_range(p);
+  const bool of_table = p.source == kTableByPosition && range.last == p.table_rows - 1;
+  TORCH_CHECK_INDEX(!range.limited || (!overflow && first >= 0 && last <= range.last), call.op, ": positions go from ",
+                    low, " to ", high, " with offset ", p.offset,
+                    " but position + offset must be at least 0 and below ", range.last + 1, ", ",
+                    of_table ? "the number of rows of cos" : "the block_size (or max_seq) of k_cache");
 }
 
 }  // namespace rope

@@ -6,10 +6,7 @@ namespace rope {
 namespace {
 
 struct Meta : AnyBackend {
-  static void rotate(const RotateCall&) {}
-  static void norm_backward(const NormBackwardCall&) {}
-  static void table_backward(const TableBackwardCall&) {}
-  static void cos_sin(const CosSinCall&) {}
+  static constexpr bool is_fake = true;
 };
 
 // Ends the message for a tensor on a device that this build has no kernels for.

@@ -1,12 +1,14 @@
-// The operators, for any back end. A back end is a struct with four functions. Each gets a call that has passed the
-// checks of its arguments, and writes the results into the tensors of the call. The values of positions and slots are
-// not checked yet, because that needs the data of a tensor.
-//   static void rotate(const RotateCall&);
+// The operators, for any back end. They make a call of the arguments, check it, and allocate the results. A back end is
+// a struct with five functions, which get a call with real tensors, and its sizes, strides and addresses:
+//   static void check(const RotateCall&, const RopeParams&);
+//     Raises an error for what the back end lacks, and for positions and slots whose tensors it can read. Optional. The
+//     other functions are not called if no tensor has an element.
+//   static void rotate(const RotateCall&, RotateArgs&);
 //     Rotates q and k, after the norm if there is one, and copies v, which may have a norm too, each into the `out` of
 //     its side. Quantises it if `out` is quantised.
-//   static void norm_backward(const NormBackwardCall&);
+//   static void norm_backward(const NormBackwardCall&, NormBackwardArgs&);
 //     Writes the gradients of q, k and both weights for a rotation with a norm.
-//   static void table_backward(const TableBackwardCall&);
+//   static void table_backward(const TableBackwardCall&, TableBackwardArgs&);
 //     Writes the gradients of cos and sin for a rotation without a norm.
 //   static void cos_sin(const CosSinCall&);
 //     Writes the tables of cos and sin for positions and frequencies.
@@ -80,8 +82,11 @@ inline std::string python_name(const c10::OperatorHandle& op) {
 
 // ---- the operators ----
 
-// A back end inherits from this struct, and may hide its function by a quicker one.
+// A back end inherits from this struct, and may hide its members by its own.
 struct AnyBackend {
+  static constexpr bool is_fake = false;  // true: tensors have no memory, so nothing is computed
+
+  static void check(const RotateCall&, const RopeParams&) {}
   // Returns a new tensor with the sizes and strides of x, which is dense.
   static Tensor empty_strided_like(const Tensor& x) {
     return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
@@ -110,16 +115,21 @@ struct Ops {
   static std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_qk_backward(
       const NormAngles& angles, const Tensor& q_out_grad, const Tensor& k_out_grad, const Tensor& q, const Tensor& k,
       const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
-    RotateCall call(angles.back(), "rope._norm_rotate_qk_backward", &q_out_grad, &k_out_grad);
+    RotateCall call(angles.back(), "rope._norm_rotate_qk_backward", &q, &k);
     set_norm(call, &q_norm_weight, &k_norm_weight, angles.norm_eps);
     check(call, false);
-    check_gradients(call, {&q, &k});
+    check_gradients(call, {&q_out_grad, &k_out_grad});
     Tensor q_grad = result_like(q), k_grad = result_like(k);
     Tensor q_weight_grad = at::empty_symint(q_norm_weight.sym_sizes(), q_norm_weight.options()),
            k_weight_grad = at::empty_symint(k_norm_weight.sym_sizes(), k_norm_weight.options());
-    call.sides[kQ].out = &q_grad;
-    call.sides[kK].out = &k_grad;
-    Backend::norm_backward({call, {&q, &k}, {&q_weight_grad, &k_weight_grad}});
+    call.sides[kQ].in = &q_out_grad, call.sides[kQ].out = &q_grad;
+    call.sides[kK].in = &k_out_grad, call.sides[kK].out = &k_grad;
+    if constexpr (!Backend::is_fake) {
+      const NormBackwardCall backward{call, {&q, &k}, {&q_weight_grad, &k_weight_grad}};
+      NormBackwardArgs a = backward.args();
+      check_values(call, a.rotate.params);
+      is_empty(a.rotate.params) ? backward.zero() : Backend::norm_backward(backward, a);
+    }
     return {std::move(q_grad), std::move(k_grad), std::move(q_weight_grad), std::move(k_weight_grad)};
   }
 
@@ -149,13 +159,25 @@ struct Ops {
   static std::tuple<Tensor, Tensor> rotate_table_backward(const Angles& angles, const Tensor& q_out_grad,
                                                           const OptTensor& k_out_grad, const Tensor& q,
                                                           const OptTensor& k) {
-    const RotateCall call(angles, "rope._rotate_table_backward", &q_out_grad, pointer(k_out_grad));
+    RotateCall call(angles, "rope._rotate_table_backward", &q, pointer(k));
     check(call, false);
-    check_gradients(call, {&q, pointer(k)});
+    check_gradients(call, {&q_out_grad, pointer(k_out_grad)});
     TORCH_CHECK_VALUE(call.cos, call.op, ": inv_freq is given but must be None, because this operator computes the ",
                       "gradients of cos and sin; rope.cos_sin has the gradient of inv_freq");
     Tensor cos_grad = at::empty_symint(call.cos->sym_sizes(), call.cos->options()), sin_grad = at::empty_like(cos_grad);
-    Backend::table_backward({call, {&q, pointer(k)}, cos_grad, sin_grad});
+    call.sides[kQ].in = call.sides[kQ].out = &q_out_grad;
+    call.sides[kK].in = call.sides[kK].out = pointer(k_out_grad);
+    if constexpr (!Backend::is_fake) {
+      TableBackwardCall backward{call, {&q, pointer(k)}, cos_grad, sin_grad};
+      const RotateArgs gradients = call.args();
+      check_values(call, gradients.params);
+      if (is_empty(gradients.params) || cos_grad.numel() == 0) {
+        backward.zero();
+      } else {
+        TableBackwardArgs a = backward.args(gradients);
+        Backend::table_backward(backward, a);
+      }
+    }
     return {std::move(cos_grad), std::move(sin_grad)};
   }
 
@@ -184,7 +206,9 @@ struct Ops {
     auto sizes = positions.sym_sizes().slice(1).vec();
     sizes.push_back(inv_freq.sym_size(-1));
     Tensor cos = at::empty_symint(sizes, inv_freq.options().dtype(type)), sin = at::empty_like(cos);
-    Backend::cos_sin({positions, inv_freq, attention_factor, cos, sin});
+    if constexpr (!Backend::is_fake) {
+      if (cos.numel() != 0) Backend::cos_sin({positions, inv_freq, attention_factor, cos, sin});
+    }
     return {std::move(cos), std::move(sin)};
   }
 
@@ -197,13 +221,28 @@ struct Ops {
       results[side] = result_like(*call.sides[side].in);
       call.sides[side].out = &results[side];
     }
-    Backend::rotate(call);
+    run(call);
     return {std::move(results[kQ]), std::move(results[kK])};
   }
 
   static void in_place(const RotateCall& call) {
     check(call, true);
-    Backend::rotate(call);
+    run(call);
+  }
+
+  // Raises an error for what the shapes of a call do not tell.
+  static void check_values(const RotateCall& call, const RopeParams& p) {
+    check_offset(call, p);
+    Backend::check(call, p);
+  }
+
+  // Runs a checked call.
+  static void run(const RotateCall& call) {
+    if constexpr (!Backend::is_fake) {
+      RotateArgs a = call.args();
+      check_values(call, a.params);
+      if (!is_empty(a.params)) Backend::rotate(call, a);
+    }
   }
 
   static void set_norm(RotateCall& call, const Tensor* q_weight, const Tensor* k_weight, double eps) {

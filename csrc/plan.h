@@ -1,6 +1,6 @@
 // The part of a launch plan that all GPUs share: how a head is cut into chunks, which accesses are aligned, how large
-// an element offset can become, and which positions are allowed. It is plain arithmetic on sizes, strides and
-// addresses, so that it is tested without a GPU.
+// an element offset can become, and which calls are simpler. It is plain arithmetic on sizes, strides and addresses, so
+// that it is tested without a GPU.
 //
 // A vector is a run of `vector` neighbouring channels; it may be a single channel. A chunk is two vectors of one head:
 // the channels that one thread takes. The chunks of a head are numbered, and neighbouring threads take neighbouring
@@ -21,8 +21,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
-#include "rope.h"
+#include "args.h"
 
 namespace rope {
 
@@ -37,7 +38,7 @@ inline rope_int power_of_two(rope_int n) {
 
 // Returns whether heads can be cut into whole vectors of this many channels, with no vector across the first, the
 // middle or the last of the rotated channels.
-inline bool fits(const RopeParams& p, int vector) {
+inline bool fits(const Layout& p, int vector) {
   return p.rotary_start % vector == 0 && p.rotary_dim / 2 % vector == 0 && p.sides[kQ].head_dim % vector == 0;
 }
 
@@ -47,14 +48,14 @@ struct Chunks {
   rope_int all;
 };
 // copies: the channels that are not rotated need chunks too.
-inline Chunks chunks_of(const RopeParams& p, int vector, bool copies) {
+inline Chunks chunks_of(const Layout& p, int vector, bool copies) {
   const rope_int rotated = p.rotary_dim / 2 / vector;
   return {rotated, rotated + (copies ? ceil_div(p.sides[kQ].head_dim - p.rotary_dim, 2 * vector) : 0)};
 }
 
 // Returns whether channels that are not rotated are written too. A norm scales them; without a norm they only have to
 // be copied to a result that is not the input itself.
-inline bool copies(const RopeParams& p, bool q_in_place, bool k_in_place) {
+inline bool copies(const Layout& p, bool q_in_place, bool k_in_place) {
   return p.sides[kQ].norm || !q_in_place || ((p.sides[kK].heads || p.sides[kV].heads) && !k_in_place);
 }
 
@@ -78,18 +79,49 @@ inline rope_int last_offset(const rope_int* strides, const rope_int* sizes, int 
   return offset;
 }
 
-// The range that a position must lie in.
-struct PositionRange {
-  bool limited;   // false: every position is allowed
-  rope_int last;  // the allowed positions are 0 to last
-};
-// Returns the range that a table by position and a cache leave. A table by position has a row for each allowed
-// position. In a cache without slots, sequence b is written to block b, and each token to the cell of that block whose
-// index is the position; the block has block_size cells.
-inline PositionRange position_range(const RopeParams& p) {
-  const bool table = p.source == kTableByPosition, cache_by_position = p.has_cache && !p.has_slots;
-  return {table || cache_by_position,
-          std::min(table ? p.table_rows - 1 : INT64_MAX, cache_by_position ? p.block_size - 1 : INT64_MAX)};
+// ---- simpler calls ----
+
+// Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
+// of one token, is then one sequence, whose tokens a GPU divides like others. before: the strides of other tensors
+// [batch, seq, ...] of the call
+inline void merge_batch(RopeParams& p, std::initializer_list<rope_int*> before = {}) {
+  if (p.batch == 1 || (p.has_cache && !p.has_slots)) return;  // without slots, sequence b is written to block b
+  rope_int* strides[12] = {p.slots};
+  int n = 1;
+  for (rope_int* other : before) strides[n++] = other;
+  if (p.source == kTableByToken || p.source == kTableByHead) {
+    strides[n++] = p.cos, strides[n++] = p.sin;
+  } else {
+    strides[n++] = p.positions;
+  }
+  for (Side& side : p.sides) {
+    if (side.heads == 0) continue;
+    strides[n++] = side.in;
+    if (&side == p.sides || !p.has_cache) strides[n++] = side.out;
+  }
+  const auto follow = [&](const rope_int* s) { return p.seq == 1 || s[0] == p.seq * s[1]; };
+  if (!std::all_of(strides, strides + n, follow)) return;
+  for (int i = 0; i < n && p.seq == 1; i++) strides[i][1] = strides[i][0];
+  p.seq *= p.batch;
+  p.batch = 1;
+}
+
+// Changes a call to one that a plan cuts more evenly, with the same results. If heads of k have no channels, v is
+// alone. A v with wider heads than k gets heads of k's head_dim, if their channels are alike: the latent of MLA, for
+// example, is one head of 512 channels beside a k of 64.
+inline void simplify(RotateArgs& a) {
+  Side &q = a.params.sides[kQ], &k = a.params.sides[kK], &v = a.params.sides[kV];
+  const auto adjacent = [&](const rope_int* strides) {
+    return strides[3] == 1 && (v.heads == 1 || strides[2] == v.head_dim);
+  };
+  if (q.head_dim == 0) {
+    q.heads = k.heads = 0;
+    q.head_dim = v.head_dim;
+  } else if (v.heads && v.head_dim % q.head_dim == 0 && !v.norm && !v.scale && adjacent(v.in) && adjacent(v.out)) {
+    v.heads *= v.head_dim / q.head_dim;
+    v.head_dim = v.in[2] = v.out[2] = q.head_dim;
+  }
+  merge_batch(a.params);
 }
 
 }  // namespace rope

@@ -6,7 +6,7 @@
 #ifndef ROPE_QUANTISE_H
 #define ROPE_QUANTISE_H
 
-#include "rope.h"
+#include "params.h"
 #include "rotation.h"
 
 namespace rope {

@@ -77,7 +77,7 @@ inline void read_parameters(bool native, device const void* base, I at, I stride
 // or of k. It matters only if k_by_head, otherwise all heads of the token have these angles.
 template <typename T, int V, typename I>
 inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, I head, uint chunk) {
-  constant RopeParams& p = r.params;
+  constant Layout& p = r.params;
   Angles<V> a;
   a.one = r.one;
   const RoundedStep<T> step = {r.one};

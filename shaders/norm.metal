@@ -107,7 +107,7 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
                              uint2 group [[threadgroup_position_in_grid]], uint2 threads [[threads_per_threadgroup]],
                              uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
-  constant RopeParams& p = r.params;
+  constant Layout& p = r.params;
   const uint simds = threads.x / kSimd, team = group.x * simds + simd;
   if (!k_all_heads && team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
   Share own = {simd, group.x};

@@ -13,7 +13,7 @@ struct Factors {
   float scale, common;
 };
 // channels: how many are normalised together; squares: the sum of x^2 over them; products: the sum of g w x.
-inline Factors factors_of(float squares, float products, rope_int channels, constant RopeParams& p) {
+inline Factors factors_of(float squares, float products, rope_int channels, constant Layout& p) {
   const float scale = scale_of(squares, channels, p);
   return {scale, -(scale * scale * precise::divide(products, float(channels)))};
 }
@@ -26,14 +26,14 @@ struct BackwardChunk {
 
 // Reads a chunk of a head. x: q or k before the norm.
 template <typename T, int V>
-inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> buffers, device const T* x,
+inline BackwardChunk<V> backward_chunk_at(constant NormBackward& n, Buffers<T> buffers, device const T* x,
                                           Token<ulong> token, Head<T, ulong> head, Chunk<V, ulong> chunk,
                                           Angles<V> angles, Numbers<V> weights) {
-  constant rope_int* strides = r.before[head.side];
+  constant rope_int* strides = n.before[head.side];
   BackwardChunk<V> c;
   c.x = to<float>(read(x + offset_of(strides, token.b, token.s, head.index), ulong(strides[3]), chunk));
   c.gradient = to<float>(read(head.in, head.in_stride, chunk));
-  if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, head.index, chunk.index);
+  if (k_by_head && chunk.rotated) angles = angles_of<T, V>(n.rotate, buffers, token, head.index, chunk.index);
   if (chunk.rotated) c.gradient = rotated_chunk<T>(c.gradient, angles);
   c.weighted = product(c.gradient, weights);
   return c;
@@ -65,7 +65,7 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
                           uint2 threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
-  constant RopeParams& p = r.params;
+  constant Layout& p = r.params;
   const int side = int(group.y);
   device const T* x = side == kQ ? q_before : k_before;
   const ulong head_dim = ulong(p.sides[kQ].head_dim), begin = ulong(group.x) * n.part_items,
@@ -91,7 +91,7 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
       BackwardChunk<V> c;
       float squares = 0.0f, products = 0.0f;
       if (present) {
-        c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
+        c = backward_chunk_at(n, buffers, x, token, head, chunk, angles, weights);
         squares = sum_of_products(c.x, c.x, chunk);
         products = sum_of_products(c.weighted, c.x, chunk);
       }
@@ -124,7 +124,7 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
                                uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
-  constant RopeParams& p = r.params;
+  constant Layout& p = r.params;
   const int side = int(group.y);
   device const T* x = side == kQ ? q_before : k_before;
   const ulong head_dim = ulong(p.sides[kQ].head_dim), all_heads = ulong(p.sides[side].heads);
@@ -148,7 +148,7 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
         for (ulong h = walk.head; h < heads; h += walk.head_step) {
           const Head<T, ulong> head = head_at(row, token, side, first_head + h);
           const Numbers<V> weights = weights_of<T, V>(r, buffers, side, head.index, chunk);
-          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
+          const BackwardChunk<V> c = backward_chunk_at(n, buffers, x, token, head, chunk, angles, weights);
           squares.add(sum_of_products(c.x, c.x, chunk));
           products.add(sum_of_products(c.weighted, c.x, chunk));
         }
@@ -172,7 +172,7 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
           const Row<T, ulong> row = row_of(r, buffers, token, side);
           const Head<T, ulong> head = head_at(row, token, side, first_head + h);
           const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
-          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
+          const BackwardChunk<V> c = backward_chunk_at(n, buffers, x, token, head, chunk, angles, weights);
           finish_backward(c, Factors{factors[2 * i], factors[2 * i + 1]}, head, chunk, total);
         }
         for (int j = 0; j < 2 * V; j++) {

@@ -68,7 +68,7 @@ inline Numbers<V> product(Numbers<V> x, float y) {
 
 // Returns the factor by which the norm multiplies every channel: 1 / sqrt(mean of the squares + norm_eps). channels:
 // how many are normalised together.
-inline float scale_of(float squares, rope_int channels, constant RopeParams& p) {
+inline float scale_of(float squares, rope_int channels, constant Layout& p) {
   return precise::divide(1.0f, precise::sqrt(precise::divide(squares, float(channels)) + p.norm_eps));
 }
 

@@ -10,9 +10,9 @@ constant bool k_is_listed = k_listed != 0;
 // V of cos and V of sin, among themselves, and each thread adds up its sums over all portions, in the order of the
 // portions.
 //
-// csrc/rope.h explains the entries of a row, and TableBackwardArgs in csrc/args.h has the formulas. q_in and k_in hold
-// the gradients of the results, (g, h) in the formulas, and q_before and k_before the heads before the rotation, (a,
-// b).
+// csrc/params.h explains the entries of a row, and TableBackwardArgs in csrc/args.h has the formulas. q_in and k_in
+// hold the gradients of the results, (g, h) in the formulas, and q_before and k_before the heads before the rotation,
+// (a, b).
 template <typename T, int V, typename I>
 ROPE_KERNEL(kSharedThreads)
 void table_backward_kernel(constant TableBackward& n [[buffer(kBufferParams)]],
@@ -27,7 +27,7 @@ void table_backward_kernel(constant TableBackward& n [[buffer(kBufferParams)]],
                            threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
                            uint3 size [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   constant TiledParams& r = n.rotate;
-  constant RopeParams& p = r.params;
+  constant Layout& p = r.params;
   constant TokensOfRows& tokens = n.tokens;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
   // The heads of q and of k from first_head on belong to the row: first_of_k heads of q, and then those of k.
@@ -53,7 +53,7 @@ void table_backward_kernel(constant TableBackward& n [[buffer(kBufferParams)]],
     for (uint h = first; h < end_head; h++) {
       const int side = k_tensors > kK && h >= first_of_k ? kK : kQ;
       const I own = first_head + (side == kK ? h - first_of_k : h);
-      constant rope_int *given_strides = p.sides[side].in, *strides = r.before[side];
+      constant rope_int *given_strides = p.sides[side].in, *strides = n.before[side];
       device const T* given_at = (side == kK ? k_in : q_in) + offset_of(given_strides, b, s, own);
       device const T* x_at = (side == kK ? k_before : q_before) + offset_of(strides, b, s, own);
       const Numbers<V> given = to<float>(read(given_at, I(given_strides[3]), chunk));

@@ -22,12 +22,12 @@ struct Token {
 // Returns token number t of all sequences.
 template <typename I, typename T>
 inline Token<I> token_at(constant TiledParams& r, Buffers<T> x, uint t) {
-  constant RopeParams& p = r.params;
+  constant Layout& p = r.params;
   const uint sequence = t / uint(p.seq);
   const I b = sequence, s = t - sequence * uint(p.seq);
   const long given_position =
       k_position_bytes ? integer_at(x.positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
-                       : long(s);
+                       : long(s) * p.positions[1];
   // The sum may wrap around. That is an error only if there is a range: with inv_freq every position is valid.
   const long position = long(ulong(given_position) + ulong(p.offset));
   const bool wrapped = (position < given_position) != (p.offset < 0);

@@ -42,8 +42,8 @@ auto integers(const Tensor* t, const rope_int* strides) {
 // Raises IndexError if a position or a slot is out of range. Runs before anything is written. The position of a pad, a
 // token with a negative slot, may be any number.
 void check_ranges(const RotateCall& call, const RopeParams& p) {
-  const bool limited = p.source == kTableByPosition || (p.has_cache && !call.slots);
-  if (!call.slots && !(limited && call.positions)) return;  // has_work has checked them
+  const bool limited = position_range(p).limited;
+  if (!call.slots && !(limited && call.positions)) return;  // check_offset has checked them
   const auto position_at = integers(call.positions ? &*call.positions : nullptr, p.positions),
              slot_at = integers(call.slots, p.slots);
   const bool shared = !call.slots && p.positions[0] == 0;  // all sequences have the positions of the first one
@@ -139,14 +139,6 @@ int64_t elements_of_token(const RopeParams& p) {
 // cores share either, so it is written past all caches.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
-// Returns whether there is anything to compute, and then checks positions and slots.
-bool ready(const RotateCall& call, const RopeParams& p) {
-  if (!has_work(call, p)) return false;
-  check_ranges(call, p);
-  check_cells(call, p);
-  return true;
-}
-
 // Returns into how many shares the heads are divided among threads, or 1 if tokens are divided instead. Threads that
 // write neighbouring tokens of one head would wait for each other if these are adjacent in memory, because they have
 // cache lines in common.
@@ -174,10 +166,15 @@ struct Cpu : AnyBackend {
     return at::detail::empty_strided_cpu(x.sizes(), x.strides(), x.options());
   }
 
-  static void rotate(const RotateCall& call) {
-    TunedRotateArgs r{call.args(), false, false};
+  static void check(const RotateCall& call, const RopeParams& p) {
+    if (is_empty(p)) return;
+    check_ranges(call, p);
+    check_cells(call, p);
+  }
+
+  static void rotate(const RotateCall&, const RotateArgs& a) {
+    TunedRotateArgs r{a, false, false};
     const RopeParams& p = r.params;
-    if (!ready(call, p)) return;
     const int64_t tokens = p.batch * p.seq, of_token = elements_of_token(p),
                   bytes = tokens * of_token * size_of(r.x_dtype);
     r.fetch = bytes >= kFetchBytes;
@@ -192,10 +189,9 @@ struct Cpu : AnyBackend {
              });
   }
 
-  static void norm_backward(const NormBackwardCall& call) {
-    SlicedNormBackwardArgs n{call.args(), 0, nullptr};
+  static void norm_backward(const NormBackwardCall& call, const NormBackwardArgs& a) {
+    SlicedNormBackwardArgs n{a, 0, nullptr};
     const RopeParams& p = n.rotate.params;
-    if (!ready(call.rotate, p)) return call.zero();
     // The gradients of the weights are sums over all tokens: over those of each slice, which one thread sums, and then
     // over the slices in their order. The size of a slice follows from the shapes alone, so the number of threads does
     // not change a bit of the result. A slice has at least about kGrain elements, and there are at most 256 slices, or
@@ -219,19 +215,13 @@ struct Cpu : AnyBackend {
   }
 
   // Divides the entries among threads, not the table rows: a table may have many more rows than there are tokens.
-  static void table_backward(const TableBackwardCall& call) {
-    const RopeParams p = call.rotate.params();
-    const TokensOfRows tokens = call.tokens();
-    if (!ready(call.rotate, p)) return call.zero();
+  static void table_backward(const TableBackwardCall& call, const TableBackwardArgs& t) {
+    const TokensOfRows& tokens = t.tokens;
     if (tokens.listed || tokens.rows != tokens.entries) call.zero();
-    Tensor order, starts;
-    if (tokens.listed) std::tie(order, starts) = call.order_and_starts();
-    const TableBackwardArgs t = call.args(order, starts);
-    parallel(tokens.entries, tokens.copies * elements_of_token(p), kernels().table_backward, t);
+    parallel(tokens.entries, tokens.copies * elements_of_token(t.rotate.params), kernels().table_backward, t);
   }
 
   static void cos_sin(const CosSinCall& call) {
-    if (call.cos.numel() == 0) return;
     const Tensor positions = call.positions.to(at::kDouble).contiguous(), wide = call.inv_freq.to(at::kDouble),
                  inv_freq = wide.dim() == 3 ? wide.sum(0) : wide.contiguous();
     const CosSinArgs c = call.args(positions, inv_freq);

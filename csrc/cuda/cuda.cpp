@@ -59,46 +59,38 @@ struct Device {
   }
 };
 
-// Checks the call, and returns whether there is anything to compute. The kernel asserts positions that are in a tensor:
-// to read them here would wait for the GPU.
-bool ready(const RotateCall& call, const RopeParams& p) {
-  const rope_int head_dim = std::max(p.sides[kQ].head_dim, p.sides[kV].head_dim);
-  TORCH_CHECK_NOT_IMPLEMENTED(head_dim <= INT_MAX, call.op, ": head_dim is ", head_dim, " but must be at most ",
-                              INT_MAX, " on CUDA");
-  return has_work(call, p);
-}
-
 struct Cuda : AnyBackend {
-  static void rotate(const RotateCall& call) {
-    RotateArgs a = call.args();
-    if (!ready(call, a.params)) return;
+  // The kernel asserts positions and slots: to read them here would wait for the GPU.
+  static void check(const RotateCall& call, const RopeParams& p) {
+    const rope_int head_dim = std::max(p.sides[kQ].head_dim, p.sides[kV].head_dim);
+    TORCH_CHECK_NOT_IMPLEMENTED(head_dim <= INT_MAX, call.op, ": head_dim is ", head_dim, " but must be at most ",
+                                INT_MAX, " on CUDA");
+  }
+
+  static void rotate(const RotateCall& call, RotateArgs& a) {
     const Device device(call.q());
+    simplify(a);
     const RotatePlan plan = plan_rotate(a, device.processors());
     if (plan.grid.x == 0) return;
     C10_CUDA_CHECK((plan.usual ? rotate_usually : rotate_generally)(a, plan, device.queue()));
   }
 
-  static void norm_backward(const NormBackwardCall& call) {
-    const NormBackwardArgs n = call.args();
-    if (!ready(call.rotate, n.rotate.params)) return call.zero();
+  static void norm_backward(const NormBackwardCall& call, NormBackwardArgs& n) {
     const Device device(call.rotate.q());
+    merge_batch(n.rotate.params, {n.x[kQ].strides, n.x[kK].strides});
     const BackwardPlan plan = plan_norm_backward(n);
     const Tensor sums = at::empty({plan.sums}, call.rotate.q().options().dtype(at::kDouble));
     void* const weight_grad[2] = {call.weight_grad[kQ]->mutable_data_ptr(), call.weight_grad[kK]->mutable_data_ptr()};
     C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(), weight_grad, device.queue()));
   }
 
-  static void table_backward(const TableBackwardCall& call) {
-    if (!ready(call.rotate, call.rotate.params())) return call.zero();
+  static void table_backward(const TableBackwardCall& call, const TableBackwardArgs& b) {
     const Device device(call.rotate.q());
-    const auto [order, starts] = call.tokens().listed ? call.order_and_starts() : std::pair<Tensor, Tensor>();
-    const TableBackwardArgs b = call.args(order, starts);
     const Plan plan = plan_table_backward(b);
     if (plan.grid.x != 0) C10_CUDA_CHECK(cuda::table_backward(b, plan, device.queue()));
   }
 
   static void cos_sin(const CosSinCall& call) {
-    if (call.cos.numel() == 0) return;
     const Device device(call.positions);
     const Tensor positions = call.positions.contiguous();
     C10_CUDA_CHECK(cuda::cos_sin(call.args(positions, call.inv_freq), device.queue()));

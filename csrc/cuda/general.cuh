@@ -23,7 +23,8 @@ struct GeneralToken {
 
   ROPE_FN GeneralToken(const RotateArgs& a, const Tiling& tiling, const Chunk<rope_int>& chunk, rope_int b, rope_int s)
       : a(a), tiling(tiling), chunk(chunk), b(b), s(s) {
-    Integer given{int32_t(s), int32_t(s >> 32)}, slot{};
+    const rope_int implied = s * p.positions[1];
+    Integer given{int32_t(implied), int32_t(implied >> 32)}, slot{};
     if (p.has_positions) given = Integer::read(a.positions, a.wide_positions, b * p.positions[0] + s * p.positions[1]);
     if (p.has_slots) slot = Integer::read(a.slots, a.wide_slots, b * p.slots[0] + s * p.slots[1]);
     // The sum wraps around: with inv_freq every position is allowed.

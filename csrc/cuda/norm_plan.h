@@ -37,9 +37,7 @@ inline std::optional<UsualBackwardArgs> usual_backward_args(const NormBackwardAr
   const auto rotate = usual_args(n.rotate, plan), x = usual_args(before, plan);
   if (!rotate || !x) return std::nullopt;
   const Parts(&parts)[2] = plan.tiling.parts;
-  UsualBackwardArgs u{*rotate, {x->sides[kQ], x->sides[kK]}, {parts[kQ], parts[kK]}, int(p.seq * p.batch)};
-  if (p.batch != 1) merge_batch(u.rotate, int(p.batch), {u.x[kQ].in_strides, u.x[kK].in_strides});
-  return u;
+  return UsualBackwardArgs{*rotate, {x->sides[kQ], x->sides[kK]}, {parts[kQ], parts[kK]}, int(p.seq * p.batch)};
 }
 
 inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {

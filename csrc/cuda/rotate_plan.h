@@ -7,7 +7,6 @@
 #pragma once
 
 #include <bit>
-#include <initializer_list>
 
 #include "plan.h"
 
@@ -67,41 +66,6 @@ static_assert(sizeof(UsualArgs) <= 48 + 4 * 64, "the first line of a kernel's ar
 
 using RotatePlan = PlanOf<UsualArgs>;
 
-// Makes heads of k's head_dim of a v with wider ones, if their channels are alike: the latent of MLA, for example, is
-// one head of 512 channels beside a k of 64.
-inline void cut_v(RotateArgs& a) {
-  const rope_int channels = a.params.sides[kQ].head_dim;
-  Side& v = a.params.sides[kV];
-  const auto adjacent = [&](const rope_int* strides) {
-    return strides[3] == 1 && (v.heads == 1 || strides[2] == v.head_dim);
-  };
-  const bool alike = !v.norm && !v.scale && adjacent(v.in) && adjacent(v.out);
-  if (channels == 0 || v.heads == 0 || v.head_dim % channels || !alike) return;
-  v.heads *= v.head_dim / channels;
-  v.head_dim = v.in[2] = v.out[2] = channels;
-}
-
-// Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
-// of one token, then fills thread blocks with tokens of different sequences.
-inline void merge_batch(UsualArgs& u, int batch, std::initializer_list<int*> more = {}) {
-  if (u.has_cache && !u.slots) return;                    // sequence b goes to block b
-  if (!u.positions && !u.by_token && u.seq != 1) return;  // each sequence starts at position 0 again
-  int* strides[11] = {u.position_strides, u.slot_strides};
-  int n = 2;
-  for (int* other : more) strides[n++] = other;
-  if (u.by_token) strides[n++] = u.table_strides;
-  for (UsualSide& side : u.sides) {
-    strides[n++] = side.in_strides;
-    if (&side == u.sides || !u.has_cache) strides[n++] = side.out_strides;
-  }
-  for (int i = 0; i < n; i++) {
-    if (u.seq != 1 && strides[i][0] != rope_int(u.seq) * strides[i][1]) return;
-  }
-  for (int i = 0; i < n && u.seq == 1; i++) strides[i][1] = strides[i][0];
-  u.same_position = u.seq == 1 && !u.positions;
-  u.seq *= batch;
-}
-
 // Returns the arguments of the usual kernel that takes a call, if there is one.
 inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan) {
   const RopeParams& p = a.params;
@@ -139,6 +103,7 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan
   u.offset = int(p.offset), u.allowed = range.limited ? unsigned(range.last) + 1 : 0;
   u.wide_positions = a.wide_positions, u.wide_slots = a.wide_slots;
   u.wide_angles = frequencies ? a.inv_freq_dtype == DType::kDouble : a.table_dtype == DType::kFloat;
+  u.same_position = !p.has_positions && p.positions[1] == 0;
   u.by_token = p.source == kTableByToken || by_head, u.split = p.split_inv_freq, u.frequencies = frequencies;
   u.inverse = p.inverse, u.narrow = p.rounding == kEachNarrow, u.has_cache = p.has_cache;
   u.chunks = t.chunks, u.half = t.rotated, u.start = int(p.rotary_start) / t.vector;
@@ -178,14 +143,9 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan
 // Returns the plan of a rotation, with or without a norm. Neighbouring teams access neighbouring memory: different
 // heads of a token if those are adjacent ([batch, seq, heads, head_dim]), else different tokens ([batch, heads, seq,
 // head_dim]).
-inline RotatePlan plan_rotate(RotateArgs& a, int processors) {
-  cut_v(a);
-  RopeParams& p = a.params;
-  Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
-  if (q.head_dim == 0) {  // v alone has channels
-    q.heads = k.heads = 0;
-    q.head_dim = v.head_dim;
-  }
+inline RotatePlan plan_rotate(const RotateArgs& a, int processors) {
+  const RopeParams& p = a.params;
+  const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
   const bool norm = takes_norm(p);
   RotatePlan plan{plan_head(a, norm), {}};
   Tiling& t = plan.tiling;
@@ -196,27 +156,25 @@ inline RotatePlan plan_rotate(RotateArgs& a, int processors) {
   const rope_int heads = t.starts[kSides], chunks = std::min<rope_int>(t.chunks, kThreads);
   if (plan.by_block) plan.block = group_block(p, t, kGroupThreads);
   plan.usual = usual_args(a, plan);
-  if (plan.usual && p.batch != 1) merge_batch(*plan.usual, int(p.batch));
-  const rope_int seq = plan.usual ? plan.usual->seq : p.seq, batch = p.seq * p.batch / seq;
   if (plan.by_block) {
     const rope_int sides = v.heads ? 3 : 2, groups = q.norm == kAllHeads ? sides : q.heads + k.heads + v.heads;
-    plan.grid = {seq, std::min(groups, kMaxGrid), batch};
+    plan.grid = {p.seq, std::min(groups, kMaxGrid), p.batch};
     return plan;
   }
   // The threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
   const rope_int x = !norm ? chunks : plan.usual ? power_of_two(chunks) : kWarp, teams = kThreads / x;
   const bool frequencies = p.source == kInvFreq;
   const rope_int filling = rope_int(processors) * kFilling / (frequencies ? kHeadsOfAngles : 1);
-  const rope_int each = frequencies && seq * batch >= filling ? kHeadsOfAngles : 1;  // heads that a team takes
-  const rope_int most = seq > 1 && q.in[2] > q.in[1] ? teams / std::min({seq, teams, kMaxBlockZ}) : teams;
+  const rope_int each = frequencies && p.seq * p.batch >= filling ? kHeadsOfAngles : 1;  // heads that a team takes
+  const rope_int most = p.seq > 1 && q.in[2] > q.in[1] ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
   // The teams over heads are a power of two, so that whole warps sum norms. At most one in five has no head.
   rope_int y = power_of_two(std::min(most, std::max<rope_int>(heads / each, 1)) + 1) / 2;
   while (y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads) y /= 2;
-  const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : seq}), groups = ceil_div(seq, z);
+  const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : p.seq}), groups = ceil_div(p.seq, z);
   const rope_int steps = std::max<rope_int>(ceil_div(heads, y), 1);  // of one thread block that takes all heads
-  const rope_int of_share = std::clamp<rope_int>(steps * groups * batch / filling, 1, kMostHeads);
+  const rope_int of_share = std::clamp<rope_int>(steps * groups * p.batch / filling, 1, kMostHeads);
   plan.block = {x, y, z};
-  plan.grid = {groups, std::min(ceil_div(steps, of_share), kMaxGrid), batch};
+  plan.grid = {groups, std::min(ceil_div(steps, of_share), kMaxGrid), p.batch};
   return plan;
 }
 

@@ -2,7 +2,7 @@
 #ifndef ROPE_MPS_KERNELS_H
 #define ROPE_MPS_KERNELS_H
 
-#include "../rope.h"
+#include "../params.h"
 
 // Function constants: numbers that are fixed for a call and that Metal's compiler knows when it makes a pipeline.
 // X(index, name); the shaders see each of them as k_name. A set of sides has bit 1 << s if it has side s.
@@ -66,8 +66,7 @@ enum { kThreads = 128, kSharedThreads = 256 };
 // csrc/mps/plan.h explains chunks and shares. The kernels count the heads of q, k and v in one list: first those of q,
 // then those of k, then those of v, unless v is apart.
 struct TiledParams {
-  RopeParams params;
-  rope_int before[2][4];       // in a backward: the strides of q and k before the norm or the rotation
+  Layout params;
   rope_int last_position;      // the largest valid position, if there is a range
   unsigned chunks, rotated;    // of a head: all chunks, and the rotated ones, which come first
   unsigned first[kSides + 1];  // in the list of heads: the first of q, of k and of v, and the end
@@ -81,9 +80,10 @@ struct TiledParams {
 // Parameters of the norm's backward. An item is the work that a team does at once: kHeads neighbouring heads of q or of
 // k, or in norm_backward_wide one group. A part is a number of neighbouring items, which one threadgroup sums.
 struct NormBackward {
-  TiledParams rotate;   // rotates the gradients back
-  rope_int items[2];    // of q and of k
-  unsigned part_items;  // items of a part; the last part may have fewer
+  TiledParams rotate;     // rotates the gradients back
+  rope_int before[2][4];  // the strides of q and k before the norm
+  rope_int items[2];      // of q and of k
+  unsigned part_items;    // items of a part; the last part may have fewer
 };
 
 // Parameters of the sums over parts.
@@ -94,12 +94,13 @@ struct SumParts {
 
 // Parameters of the gradients of cos and sin.
 struct TableBackward {
-  TiledParams rotate;  // has the gradients of the rotated q and k as its inputs
+  TiledParams rotate;     // has the gradients of the rotated q and k as its inputs
+  rope_int before[2][4];  // the strides of q and k before the rotation
   TokensOfRows tokens;
 };
 
-static_assert(sizeof(TiledParams) == sizeof(RopeParams) + 120 && sizeof(NormBackward) == sizeof(TiledParams) + 24 &&
-                  sizeof(TableBackward) == sizeof(TiledParams) + 40,
+static_assert(sizeof(TiledParams) == sizeof(Layout) + 56 && sizeof(NormBackward) == sizeof(TiledParams) + 88 &&
+                  sizeof(TableBackward) == sizeof(TiledParams) + 104,
               "the layout must be the same on host and device");
 
 // Buffer numbers. Before: in a backward, q and k before the norm or the rotation. Sums: of the parts in the norm's

@@ -210,13 +210,14 @@ void encode(std::initializer_list<const Launch*> launches) {
   TORCH_CHECK(!failed, "torch_rope: Metal raised an exception while ", first.kernel.name(), " was encoded");
 }
 
-// Returns whether there is anything to compute. Metal takes no grid without threads.
-bool ready(const RotateCall& call) { return has_work(call, call.params()); }
-
 struct Mps : AnyBackend {
-  static void rotate(const RotateCall& call) {
-    if (!ready(call)) return;
-    const Plan p = plan(call);
+  static void check(const RotateCall& call, const RopeParams& p) {
+    if (!is_empty(p)) check_types(call);
+  }
+
+  static void rotate(const RotateCall& call, RotateArgs& a) {
+    simplify(a);
+    const Plan p = plan(call, a.params);
     if (p.rotate.chunks == 0) return;
     Launch launch(p.kernel, p.constants, p.tensors);
     launch.set_params(p.rotate);
@@ -225,11 +226,12 @@ struct Mps : AnyBackend {
     encode({&launch});
   }
 
-  static void norm_backward(const NormBackwardCall& call) {
-    if (!ready(call.rotate)) return call.zero();
-    const Plan p = plan(call.rotate, call.x);
+  static void norm_backward(const NormBackwardCall& call, NormBackwardArgs& a) {
+    merge_batch(a.rotate.params, {a.x[kQ].strides, a.x[kK].strides});
+    const Plan p = plan(call.rotate, a.rotate.params, call.x);
     Launch parts(p.kernel, p.constants, p.tensors);
-    NormBackward n{p.rotate, {}, {}};
+    NormBackward n{p.rotate, {}, {}, {}};
+    set_before(a.x, n.before);
     SumParts s{};
     const rope_int threads = cut_into_parts(p, parts.most, n, s), channels = rope_int(s.channels[kQ]) + s.channels[kK];
     const Tensor sums = at::empty({s.parts, channels}, call.rotate.q().options().dtype(at::kFloat));
@@ -248,20 +250,17 @@ struct Mps : AnyBackend {
     encode({&parts, &total});
   }
 
-  static void table_backward(const TableBackwardCall& call) {
-    if (!ready(call.rotate)) return call.zero();
-    if (call.cos_grad.numel() == 0) return;
-    const Plan p = plan(call);
-    const TableBackward n{p.rotate, call.tokens()};
-    Tensor order, starts;
-    if (n.tokens.listed) std::tie(order, starts) = call.order_and_starts();
+  static void table_backward(const TableBackwardCall& call, const TableBackwardArgs& a) {
+    const Plan p = plan(call, a);
+    TableBackward n{p.rotate, {}, a.tokens};
+    set_before(a.x, n.before);
     Launch launch(p.kernel, p.constants, {{kBufferCosGrad, &call.cos_grad}, {kBufferSinGrad, &call.sin_grad}});
     launch.set_params(n);
     for (int i = 0; i < p.constants.tensors; i++) {
       launch.tensors.push_back({kBufferQIn + i, call.rotate.sides[i].in});
       launch.tensors.push_back({kBufferQBefore + i, call.x[i]});
     }
-    if (n.tokens.listed) launch.tensors.append({{kBufferOrder, &order}, {kBufferStarts, &starts}});
+    if (n.tokens.listed) launch.tensors.append({{kBufferOrder, &call.order}, {kBufferStarts, &call.starts}});
     const rope_int threads = std::min<rope_int>(launch.most, kSharedThreads);
     launch.grid = grid_of(p, n.tokens, threads);
     TORCH_CHECK_NOT_IMPLEMENTED(launch.grid.size.z <= UINT32_MAX, call.rotate.op, ": cos has ", launch.grid.size.z,
@@ -272,10 +271,9 @@ struct Mps : AnyBackend {
   }
 
   static void cos_sin(const CosSinCall& call) {
-    if (call.cos.numel() == 0) return;
     // [axes, tokens]. This copies only if no single stride reaches all tokens of an axis.
     const Tensor positions = call.positions.unsqueeze(-1).flatten(1);
-    const CosSinParams c = call.params(positions, call.inv_freq);
+    const CosSinParams c = call.args(positions, call.inv_freq).params;
     TORCH_CHECK_NOT_IMPLEMENTED(std::max(c.pairs, c.tokens) <= UINT32_MAX, "rope.cos_sin: the result has shape [",
                                 c.tokens, ", ", c.pairs, "] but must have at most ", UINT32_MAX,
                                 " positions and as many pairs; the tables are too large for Metal");

@@ -153,11 +153,7 @@ constexpr rope_int kSpread = 2048;
 
 // Makes the list of heads and cuts it into shares. Refuses sizes that do not fit in the numbers of the kernels.
 inline void lay_out_heads(const RotateCall& call, TiledParams& r, Constants& c) {
-  Side &q = r.params.sides[kQ], &k = r.params.sides[kK], &v = r.params.sides[kV];
-  if (q.head_dim == 0) {  // only v has channels
-    q.heads = k.heads = 0;
-    q.head_dim = v.head_dim;
-  }
+  const Side &q = r.params.sides[kQ], &k = r.params.sides[kK], &v = r.params.sides[kV];
   c.v_apart = v.heads && v.head_dim != q.head_dim;
   // A v that is apart is as much work as this many heads of q.
   const rope_int v_heads = c.v_apart && !v.norm ? v.heads * ceil_div(v.head_dim, q.head_dim) : v.heads;
@@ -192,7 +188,7 @@ constexpr rope_int kEnough = 16 * kSimd;
 inline int lay_out_channels(const RotateCall& call, bool backward, Plan& plan) {
   TiledParams& r = plan.rotate;
   Constants& c = plan.constants;
-  const RopeParams& p = r.params;
+  const Layout& p = r.params;
   const auto aligned = [&](int vector) {
     return fits(p, vector) && (!c.v_apart || p.sides[kV].head_dim % vector == 0) &&
            std::all_of(plan.tensors.begin(), plan.tensors.end(),
@@ -224,13 +220,13 @@ inline int lay_out_channels(const RotateCall& call, bool backward, Plan& plan) {
 }
 
 // Chooses the kernel, and the work that it divides among threads.
-inline void choose_kernel(std::string_view type, bool backward, int vector, Plan& plan) {
+inline void choose_kernel(std::string_view type, bool backward, int vector, rope_int table_rows, Plan& plan) {
   static constexpr std::string_view kFamilies[2][2] = {{"norm_rotate", "norm_rotate_wide"},
                                                        {"norm_backward", "norm_backward_wide"}};
   const TiledParams& r = plan.rotate;
-  const RopeParams& p = r.params;
+  const Layout& p = r.params;
   const rope_int tokens = r.tokens, shares = r.shares;
-  const bool narrow = std::max({tokens * r.first[kSides], p.table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
+  const bool narrow = std::max({tokens * r.first[kSides], table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
                       std::none_of(plan.tensors.begin(), plan.tensors.end(),
                                    [](const BoundTensor& t) { return needs_64_bits(*t.tensor); });
   const int offset_bits = narrow ? 32 : 64;
@@ -245,25 +241,26 @@ inline void choose_kernel(std::string_view type, bool backward, int vector, Plan
   if (plan.constants.all_heads) plan.work = {tokens, plan.constants.tensors, 1};
 }
 
+// Copies the strides of q and k before the norm or the rotation.
+inline void set_before(const Before (&x)[2], rope_int (&strides)[2][4]) {
+  for (int i = 0; i < kV; i++) std::copy(x[i].strides, x[i].strides + 4, strides[i]);
+}
+
 // Lays out a call that rotates. A backward also passes `before`: q and k, or null for k, as they were before the norm
 // or the rotation.
-inline Plan plan(const RotateCall& call, const Tensor* const* before = nullptr) {
-  check_types(call);
+inline Plan plan(const RotateCall& call, const RopeParams& p, const Tensor* const* before = nullptr) {
   const std::string_view type = type_of(call.op, call.q_name(), call.q());
   Plan plan{};
   TiledParams& r = plan.rotate;
-  r.params = call.params();
-  plan.constants = constants_of(call, r.params);
+  r.params = p;
+  plan.constants = constants_of(call, p);
   plan.tensors = tensors_of(call, before);
-  for (int i = 0; before && i < kV; i++) {
-    if (before[i]) strides_of(*before[i], r.before[i]);
-  }
-  const PositionRange range = position_range(r.params);
+  const PositionRange range = position_range(p);
   r.has_range = range.limited;
   r.last_position = range.last;
   r.one = 1.0f;
   lay_out_heads(call, r, plan.constants);
-  choose_kernel(type, before, lay_out_channels(call, before, plan), plan);
+  choose_kernel(type, before, lay_out_channels(call, before, plan), p.table_rows, plan);
   return plan;
 }
 
@@ -309,7 +306,7 @@ inline Grid grid_of(const Plan& plan, rope_int most) {
 //
 // Fills what follows from the plan, and returns how many threads a threadgroup has. most: how many it may have.
 inline rope_int cut_into_parts(const Plan& plan, rope_int most, NormBackward& n, SumParts& s) {
-  const RopeParams& p = plan.rotate.params;
+  const Layout& p = plan.rotate.params;
   const bool all_heads = plan.constants.all_heads;
   for (int i = 0; i < kV; i++) {
     const rope_int heads = p.sides[i].heads;
@@ -329,12 +326,12 @@ inline rope_int cut_into_parts(const Plan& plan, rope_int most, NormBackward& n,
 // rotated. They are in one threadgroup, which adds their sums, so the order of a sum follows from sizes and `threads`
 // alone. `threads` is the size limit of a threadgroup.
 inline Grid grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threads) {
-  const RopeParams& p = plan.rotate.params;
+  const Layout& p = plan.rotate.params;
   const rope_int chunks = plan.rotate.chunks;
   // How many tokens a row rotated. If the tokens are listed, the host does not know it; mostly it is one token of each
   // sequence.
   const rope_int row_tokens = tokens.listed ? p.batch : tokens.copies;
-  const bool by_head = p.source == kTableByHead;
+  const bool by_head = plan.constants.source == kTableByHead;
   const rope_int groups = by_head ? 1 : ceil_div(plan.rotate.first[kSides], kHeads);
   return grid_of({chunks, std::min(row_tokens * groups, threads / std::min(chunks, threads)),
                   tokens.rows * (by_head ? p.sides[kQ].heads : 1)},
@@ -343,8 +340,8 @@ inline Grid grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threa
 
 // Lays out the gradients of cos and sin. Only the function constants that table_backward uses are set: the others would
 // only multiply the pipelines.
-inline Plan plan(const TableBackwardCall& call) {
-  Plan plan = mps::plan(call.rotate, call.x);
+inline Plan plan(const TableBackwardCall& call, const TableBackwardArgs& a) {
+  Plan plan = mps::plan(call.rotate, a.rotate.params, call.x);
   const Constants all = plan.constants;
   plan.kernel.file = "tables";
   plan.kernel.family = "table_backward";
@@ -353,7 +350,7 @@ inline Plan plan(const TableBackwardCall& call) {
                             &Constants::vectors, &Constants::native_tables})
     plan.constants.*member = all.*member;
   if (all.source == kTableByHead) plan.constants.source = kTableByHead;
-  plan.constants.listed = call.tokens().listed;
+  plan.constants.listed = a.tokens.listed;
   return plan;
 }
 

@@ -64,7 +64,7 @@ class Call:
     over_heads: bool = False  # of the norm
     norm_v: bool = False
     quantised: tuple = (False, False)  # the caches of k and v
-    rounding: int = 0  # Rounding in csrc/rope.h
+    rounding: int = 0  # Rounding in csrc/params.h
 
     def __post_init__(self):
         self.inputs = [self.q, self.k, self.v]

@@ -44,7 +44,7 @@ RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, con
     a.sides[i].in = set(std::get<0>(qkv[i]), side.in), a.sides[i].out = set(std::get<1>(qkv[i]), side.out);
   }
   p.has_cache = cache[1] > 0, p.blocks = cache[0], p.block_size = cache[1];
-  p.has_positions = bool(positions), a.positions = set(positions, p.positions);
+  p.positions[1] = 1, p.has_positions = bool(positions), a.positions = set(positions, p.positions);
   p.has_slots = bool(slots), a.slots = set(slots, p.slots);
   a.cos = set(cos, p.cos), a.sin = set(sin, p.sin);
   p.source = source, p.table_rows = table_rows, p.inv_freq[1] = inv_freq, p.rounding = rounding;
@@ -75,9 +75,10 @@ py::dict of(const cuda::Plan& plan) {
 template <typename... Call>
 py::dict plan(int processors, Call... call) {
   RotateArgs a = args(call...);
+  simplify(a);
   const cuda::RotatePlan plan = cuda::plan_rotate(a, processors);
   py::dict d = of(plan);
-  d["usual"] = plan.usual.has_value(), d["seq"] = plan.usual ? plan.usual->seq : a.params.seq;
+  d["usual"] = plan.usual.has_value(), d["seq"] = a.params.seq;
   return d;
 }
 
@@ -86,6 +87,7 @@ template <typename... Call>
 py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
   NormBackwardArgs n{args(call...), {}};
   for (int i = kQ; i <= kK; i++) n.x[i].data = set(x[i], n.x[i].strides);
+  merge_batch(n.rotate.params, {n.x[kQ].strides, n.x[kK].strides});
   const cuda::BackwardPlan plan = cuda::plan_norm_backward(n);
   py::dict d = of(plan);
   d["usual"] = plan.usual.has_value();

@@ -1,7 +1,7 @@
 // The structs that host code and kernels share. They hold plain sizes, strides and flags, and no pointers, because
 // Metal gets them as bytes (setBytes).
-#ifndef ROPE_ROPE_H
-#define ROPE_ROPE_H
+#ifndef ROPE_PARAMS_H
+#define ROPE_PARAMS_H
 
 #ifdef __METAL_VERSION__
 typedef long rope_int;
@@ -50,20 +50,26 @@ struct Side {
   int norm;            // NormGroup. That of k is that of q; that of v is never kAllHeads
 };
 
-// One call of a rotating operator.
-struct RopeParams {
+// The numbers of one call of a rotating operator: what Metal's kernels read.
+struct Layout {
   rope_int batch, seq;
   rope_int rotary_start, rotary_dim;  // the channels rotary_start .. rotary_start + rotary_dim - 1 are rotated
   Side sides[kSides];                 // q, k and v. v: only if there are caches; it is not rotated
   rope_int cos[4], sin[4];            // strides: batch, row, head, column; a stride is 0 if there is one for all
-  rope_int table_rows;                // the number of rows of a table by position
   rope_int inv_freq[2];               // strides: part, column; see split_inv_freq
-  rope_int positions[2];              // strides: batch, seq
+  rope_int positions[2];              // strides: batch, seq. Without positions, token s has position s * positions[1]
+  rope_int slots[2];                  // strides: batch, seq
   rope_int offset;
-  rope_int slots[2];  // strides: batch, seq
   rope_int blocks, block_size;
   float factor_hi, factor_lo;  // attention_factor is the sum of the two
   float norm_eps;
+};
+
+static_assert(sizeof(Layout) == 520, "Layout must have the same size on host and device");
+
+#ifndef __METAL_VERSION__
+// The same, and what Metal's compiler knows as function constants.
+struct RopeParams : Layout {
   int source;          // AngleSource
   int rounding;        // Rounding; kOnce if q and k have a norm
   int split_inv_freq;  // inv_freq is [2, rotary_dim / 2], and a frequency is the sum of its two parts
@@ -72,9 +78,9 @@ struct RopeParams {
   int has_cache;  // rotated k and a copy of v are written to caches
   int interleaved;
   int inverse;
+  rope_int table_rows;  // the number of rows of a table by position
 };
-
-static_assert(sizeof(RopeParams) == 560, "RopeParams must have the same layout on host and device");
+#endif
 
 // Lists the tokens that each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
 // t % seq of sequence t / seq.
