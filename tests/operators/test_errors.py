@@ -254,10 +254,10 @@ q_out=q.bfloat16() -> q_out is bfloat16 but must be float32, the dtype of q, or 
 slots=ones(B, S) -> slots is float32 but must be int32 or int64
 
 [backward: TypeError]
-q=q.bfloat16() -> q is bfloat16 but must be float32, the dtype of q_out_grad
+q_out_grad=q.bfloat16() -> q_out_grad is bfloat16 but must be float32, the dtype of q
 [backward: ValueError]
-q=ones(S, H, D) -> q has shape [6, 3, 16] but must have shape [2, 6, 3, 16], the shape of q_out_grad
-k=ones(B, S, 2, D) -> k has shape [2, 6, 2, 16] but must have shape [2, 6, 1, 16], the shape of k_out_grad
+q_out_grad=ones(S, H, D) -> q_out_grad has shape [6, 3, 16] but must have shape [2, 6, 3, 16], the shape of q
+k_out_grad=ones(B, S, 2, D) -> k_out_grad has shape [2, 6, 2, 16] but must have shape [2, 6, 1, 16], the shape of k
 [_norm_rotate_qk_backward: ValueError]
 k_norm_weight=ones(R) -> k_norm_weight has shape [8] but must have shape [head_dim]
 [_rotate_table_backward: ValueError]
