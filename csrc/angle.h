@@ -87,14 +87,6 @@ ROPE_FN void cos_sin_of_turns(T fraction, T rest, ROPE_THREAD T& cos, ROPE_THREA
   sin = s * (t * sign);
 }
 
-// Computes cos and sin of the angle of a position.
-template <typename T>
-ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE_THREAD T& cos, ROPE_THREAD T& sin) {
-  T fraction, rest;
-  turns_of(position_hi, position_lo, turns_hi, turns_lo, fraction, rest);
-  cos_sin_of_turns(fraction, rest, cos, sin);
-}
-
 #ifndef __METAL_VERSION__
 // In double, the angle in radians is an exact product too: angle + lost. The math library computes cos and sin of
 // `angle`, and (cos, sin) is then rotated by `lost`.
@@ -116,11 +108,6 @@ ROPE_FN void cos_sin_of_angle(double angle, double lost, double& cos, double& si
   if (!(lost < 1e-8 && lost > -1e-8)) cosine_and_sine(lost, lost_cos, lost_sin);
   cos = rotated(c, s, lost_cos, -lost_sin);
   sin = rotated(s, c, lost_cos, lost_sin);
-}
-ROPE_FN void cos_sin_of(double position, double inv_freq, double& cos, double& sin) {
-  double angle, lost;
-  angle_of(position, inv_freq, angle, lost);
-  cos_sin_of_angle(angle, lost, cos, sin);
 }
 #endif
 

@@ -180,7 +180,7 @@ TableBackwardArgs TableBackwardCall::args(const RotateArgs& gradients) {
   TableBackwardArgs a{gradients, {before(x[kQ]), before(x[kK])}};
   TokensOfRows& t = a.tokens;
   t.rows = by_position ? cos_grad.size(0) : cos_grad.size(0) * cos_grad.size(1);
-  t.copies = own ? 1 : p.batch;
+  t.sequences = own ? 1 : p.batch;
   t.entries = own ? p.batch * p.seq : p.seq;
   t.listed = by_position && p.has_positions;
   // The offset may be any number if positions are given, and then row - offset could overflow.

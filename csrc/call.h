@@ -12,7 +12,7 @@ using OptTensor = std::optional<at::Tensor>;
 
 // The arguments that the rotating operators share, in the order of the schemas. The struct holds references to the
 // caller's tensors and offset.
-struct Angles {
+struct Rotation {
   // [max_position, rotary_dim / 2], [batch or 1, seq, rotary_dim / 2] or [batch or 1, seq, heads, rotary_dim / 2]
   const OptTensor &cos, &sin;
   const OptTensor& inv_freq;   // [rotary_dim / 2], or [2, rotary_dim / 2], which is the sum of two parts
@@ -29,9 +29,9 @@ struct Angles {
     return f(cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse, rotary_start,
              eager_rounding);
   }
-  // Returns the angles of the opposite rotation, by which gradients are rotated.
-  Angles back() const {
-    Angles a = *this;
+  // Returns the opposite rotation, by which gradients are rotated.
+  Rotation back() const {
+    Rotation a = *this;
     a.inverse = !inverse;
     return a;
   }
@@ -39,13 +39,13 @@ struct Angles {
 
 // The arguments that the operators with a norm share, in the order of their schemas. They have no arguments `inverse`
 // and `eager_rounding`.
-struct NormAngles : Angles {
+struct NormRotation : Rotation {
   double norm_eps;
 
-  NormAngles(const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq, const OptTensor& positions,
-             const c10::SymInt& offset, double norm_eps, double attention_factor, bool interleaved,
-             int64_t rotary_start)
-      : Angles{cos, sin, inv_freq, positions, offset, attention_factor, interleaved, false, rotary_start, false},
+  NormRotation(const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq, const OptTensor& positions,
+               const c10::SymInt& offset, double norm_eps, double attention_factor, bool interleaved,
+               int64_t rotary_start)
+      : Rotation{cos, sin, inv_freq, positions, offset, attention_factor, interleaved, false, rotary_start, false},
         norm_eps(norm_eps) {}
 
   template <typename F>
@@ -63,7 +63,7 @@ struct SideTensors {
 };
 
 // One call of a rotating operator.
-struct RotateCall : Angles {
+struct RotateCall : Rotation {
   const char* op;  // the name for messages, such as "rope.rotate"
   // q, which may be the only one and is then called x; k, whose number of heads may differ; and v. If there is a v,
   // rotated k and a copy of v are written to caches, which are [blocks, block_size, heads, head_dim], or
@@ -74,8 +74,8 @@ struct RotateCall : Angles {
   const Tensor* slots = nullptr;  // [seq] or [batch, seq]; null: sequence b writes to block b, at its positions
 
   // Rotates in place, unless the caller sets other results.
-  RotateCall(const Angles& angles, const char* op, const Tensor* q, const Tensor* k)
-      : Angles(angles), op(op), sides{{q, q}, {k, k}, {}} {}
+  RotateCall(const Rotation& rotation, const char* op, const Tensor* q, const Tensor* k)
+      : Rotation(rotation), op(op), sides{{q, q}, {k, k}, {}} {}
 
   const Tensor& q() const { return *sides[kQ].in; }
   const char* q_name() const { return sides[kK].in ? "q" : "x"; }
@@ -134,7 +134,7 @@ void strides_of(const Tensor& t, rope_int* strides);
 
 // Raises the ValueErrors and TypeErrors that the operators document. Fake tensors are allowed: sizes stay symbolic, and
 // no value in a tensor is read.
-void check(const RotateCall& call, bool in_place);
+void check(const RotateCall& call, bool writes);
 // Checks that the gradients of the results match q and k of a checked call, or are null too.
 void check_gradients(const RotateCall& call, const Tensor* const (&gradients)[2]);
 // Raises an IndexError if positions that follow from the offset alone are out of range. Those in a tensor are for the

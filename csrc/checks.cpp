@@ -54,24 +54,22 @@ struct Named {
   const Tensor* operator->() const { return tensor; }
 };
 
-// These return tensors of q, k or v by the names of their arguments.
+// The names of the arguments that are tensors of q, k and v.
+constexpr struct {
+  const char *in, *out, *weight, *scale;
+} kNames[kSides] = {{"q", "q_out", "q_norm_weight", "q_scale"},
+                    {"k", "k_cache", "k_norm_weight", "k_scale"},
+                    {"v", "v_cache", nullptr, "v_scale"}};
 Named in(const RotateCall& call, int side) {
-  constexpr const char* names[] = {"q", "k", "v"};
-  return {side == kQ ? call.q_name() : names[side], call.sides[side].in};
-}
-Named weight(const RotateCall& call, int side) {
-  return {side == kQ ? "q_norm_weight" : "k_norm_weight", call.sides[side].weight};
+  return {side == kQ ? call.q_name() : kNames[side].in, call.sides[side].in};
 }
 // The result of a side, if it is an argument of its own.
 Named result(const RotateCall& call, int side) {
-  constexpr const char* names[] = {"q_out", "k_cache", "v_cache"};
   const SideTensors& t = call.sides[side];
-  return {names[side], t.out != t.in ? t.out : nullptr};
+  return {kNames[side].out, t.out != t.in ? t.out : nullptr};
 }
-Named scale(const RotateCall& call, int side) {
-  constexpr const char* names[] = {"q_scale", "k_scale", "v_scale"};
-  return {names[side], call.sides[side].scale};
-}
+Named weight(const RotateCall& call, int side) { return {kNames[side].weight, call.sides[side].weight}; }
+Named scale(const RotateCall& call, int side) { return {kNames[side].scale, call.sides[side].scale}; }
 Named given(const char* name, const OptTensor& t) { return {name, t ? &*t : nullptr}; }
 
 template <typename Call, typename... Must>
@@ -115,7 +113,8 @@ struct Axis {
   int64_t d;
   const char *before, *after;
 };
-constexpr Axis kBatch{-4, "batch ", ""}, kSeq{-3, "seq ", ""}, kHeads{-2, "", " heads"}, kHeadDim{-1, "head_dim ", ""};
+constexpr Axis kBatchAxis{-4, "batch ", ""}, kSeqAxis{-3, "seq ", ""}, kHeadsAxis{-2, "", " heads"},
+    kHeadDimAxis{-1, "head_dim ", ""};
 
 // Checks that a has the size of b along an axis.
 template <typename Call, typename... Must>
@@ -165,8 +164,8 @@ void check_like_q(const RotateCall& call, const Named& k, const char* may_differ
   check_same_type(call, k, q);
   ROPE_CHECK_VALUE(k->dim() == q->dim(), k.name, " has ", k->dim(), " dimensions but must have ", q->dim(),
                    ", as q has");
-  if (q->dim() == 4) check_same(call, kBatch, k, q, may_differ);
-  check_same(call, kSeq, k, q, may_differ,
+  if (q->dim() == 4) check_same(call, kBatchAxis, k, q, may_differ);
+  check_same(call, kSeqAxis, k, q, may_differ,
              "; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)",
              call.has_cache() ? "" : "; if q and k have different lengths, call rotate for each");
 }
@@ -225,7 +224,7 @@ void check_tables(const RotateCall& call) {
   if (cos->dim() == 3) return;
   for (const Named& x : {in(call, kQ), in(call, kK)}) {
     if (x.tensor)
-      check_same(call, kHeads, cos, x,
+      check_same(call, kHeadsAxis, cos, x,
                  ": a 4-D table has a row per token and head; pass a table for all heads as cos.squeeze(-2)");
   }
 }
@@ -260,7 +259,7 @@ void check_norm(const RotateCall& call) {
                 w->dim() == 1 && equal(size(*w, -1), head_dim * size(*in(call, side), -2))
                     ? "; pass that of a norm over all heads as weight.view(heads, head_dim)"
                     : "");
-    if (w->dim() == 2) check_same(call, kHeads, w, in(call, side), ": a 2-D weight has a row for each head");
+    if (w->dim() == 2) check_same(call, kHeadsAxis, w, in(call, side), ": a 2-D weight has a row for each head");
   }
   check_shape(call, k_weight->dim() == q_weight->dim(), k_weight, shape_of(q_weight), ", as q_norm_weight has");
 }
@@ -299,8 +298,8 @@ void check_cache(const RotateCall& call) {
   for (int side : {kK, kV}) {
     const Named to = result(call, side), x = in(call, side);
     check_dims(call, to, 3, 4, "[blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
-    check_same(call, kHeads, to, x, "; pass a head-major cache as ", to.name, ".transpose(-3, -2)");
-    check_same(call, kHeadDim, to, x);
+    check_same(call, kHeadsAxis, to, x, "; pass a head-major cache as ", to.name, ".transpose(-3, -2)");
+    check_same(call, kHeadDimAxis, to, x);
   }
   for (int side = 0; side < kSides; side++) check_format(call, side);
   ROPE_CHECK_VALUE(same_sizes(v_cache, k_cache, 2), "v_cache has shape ", v_cache->sym_sizes(),
@@ -352,7 +351,7 @@ void check_devices(const RotateCall& call) {
 // tensor may interleave, so they are compared byte by byte. A cache and q, k or v are not expected to be slices of one
 // tensor, so it is enough to compare their address ranges, from the first to the last byte.
 void check_overlap(const RotateCall& call) {
-  enum Kind { kHeads, kCache, kParameter };
+  enum Kind { kSide, kCache, kParameter };
   struct Used : Named {
     Kind kind;
     Memory memory;
@@ -362,8 +361,8 @@ void check_overlap(const RotateCall& call) {
   const auto add = [&](bool written) {  // the tensors of all sides that are written, or that are read
     for (int side = 0; side < kSides; side++) {
       const Named x = in(call, side), y = result(call, side);
-      if (written && y.tensor) used.emplace_back(y, side == kQ ? kHeads : kCache);
-      if (x.tensor && written == !y.tensor) used.emplace_back(x, kHeads);
+      if (written && y.tensor) used.emplace_back(y, side == kQ ? kSide : kCache);
+      if (x.tensor && written == !y.tensor) used.emplace_back(x, kSide);
     }
   };
   add(true);
@@ -391,13 +390,13 @@ void check_overlap(const RotateCall& call) {
 
 }  // namespace
 
-void check(const RotateCall& call, bool in_place) {
+void check(const RotateCall& call, bool writes) {
   check_devices(call);
   check_x(call, in(call, kQ));
   if (const Named k = in(call, kK); k.tensor) {
     const char* may_differ = "; only the heads may differ";
     check_like_q(call, k, may_differ);
-    check_same(call, kHeadDim, k, in(call, kQ), may_differ);
+    check_same(call, kHeadDimAxis, k, in(call, kQ), may_differ);
   }
   const char* advice = "; pass one angle source: cos and sin, or inv_freq";
   check_together(call, given("cos", call.cos), given("sin", call.sin), advice, of_complex(call.cos));
@@ -426,7 +425,7 @@ void check(const RotateCall& call, bool in_place) {
                    " but must be finite");
   check_norm(call);
   if (call.has_cache()) check_cache(call);
-  if (in_place) check_overlap(call);
+  if (writes) check_overlap(call);
 }
 
 void check_gradients(const RotateCall& call, const Tensor* const (&gradients)[2]) {

@@ -36,16 +36,16 @@ std::vector<std::string> schemas();
 
 // ---- kernels for the dispatcher ----
 //
-// The functions of Ops take the arguments that the operators share as one struct, Angles or NormAngles. The dispatcher
-// passes each argument separately. kernel<f> converts a function of the first kind to one of the second.
+// The functions of Ops take the arguments that the operators share as one struct, Rotation or NormRotation. The
+// dispatcher passes each argument separately. kernel<f> converts a function of the first kind to one of the second.
 
 template <typename... T>
 struct Types {};
 
-// TypesOf<A> lists the types of the arguments that the struct A (Angles or NormAngles) stands for.
+// TypesOf<A> lists the types of the arguments that the struct A (Rotation or NormRotation) stands for.
 template <typename A>
-auto types_of(const A& angles) {
-  return angles.pass([](const auto&... each) { return Types<std::decay_t<decltype(each)>...>(); });
+auto types_of(const A& rotation) {
+  return rotation.pass([](const auto&... each) { return Types<std::decay_t<decltype(each)>...>(); });
 }
 template <typename A>
 using TypesOf = decltype(types_of(std::declval<A>()));
@@ -65,7 +65,7 @@ struct UnpackedAs<A, R, Types<Own...>, Types<Each...>> {
   }
 };
 
-// The dispatcher's form of R f(angles, own...) is R(own..., arguments of angles...).
+// The dispatcher's form of R f(rotation, own...) is R(own..., arguments of rotation...).
 template <typename F>
 struct Unpacked;
 template <typename A, typename R, typename... Own>
@@ -95,28 +95,30 @@ struct AnyBackend {
 
 template <typename Backend>
 struct Ops {
-  static Tensor rotate(const Angles& angles, const Tensor& x) {
-    return std::get<0>(to_new({angles, "rope.rotate", &x, nullptr}));
+  static Tensor rotate(const Rotation& rotation, const Tensor& x) {
+    return std::get<0>(to_new({rotation, "rope.rotate", &x, nullptr}));
   }
-  static void rotate_(const Angles& angles, Tensor& x) { in_place({angles, "rope.rotate_", &x, nullptr}); }
-  static std::tuple<Tensor, Tensor> rotate_qk(const Angles& angles, const Tensor& q, const Tensor& k) {
-    return to_new({angles, "rope.rotate_qk", &q, &k});
+  static void rotate_(const Rotation& rotation, Tensor& x) { to_given({rotation, "rope.rotate_", &x, nullptr}); }
+  static std::tuple<Tensor, Tensor> rotate_qk(const Rotation& rotation, const Tensor& q, const Tensor& k) {
+    return to_new({rotation, "rope.rotate_qk", &q, &k});
   }
-  static void rotate_qk_(const Angles& angles, Tensor& q, Tensor& k) { in_place({angles, "rope.rotate_qk_", &q, &k}); }
+  static void rotate_qk_(const Rotation& rotation, Tensor& q, Tensor& k) {
+    to_given({rotation, "rope.rotate_qk_", &q, &k});
+  }
 
-  static std::tuple<Tensor, Tensor> norm_rotate_qk(const NormAngles& angles, const Tensor& q, const Tensor& k,
+  static std::tuple<Tensor, Tensor> norm_rotate_qk(const NormRotation& rotation, const Tensor& q, const Tensor& k,
                                                    const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
-    RotateCall call(angles, "rope.norm_rotate_qk", &q, &k);
-    set_norm(call, &q_norm_weight, &k_norm_weight, angles.norm_eps);
+    RotateCall call(rotation, "rope.norm_rotate_qk", &q, &k);
+    set_norm(call, &q_norm_weight, &k_norm_weight, rotation.norm_eps);
     return to_new(std::move(call));
   }
 
   // Returns the gradients of q, k, q_norm_weight and k_norm_weight.
   static std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_qk_backward(
-      const NormAngles& angles, const Tensor& q_out_grad, const Tensor& k_out_grad, const Tensor& q, const Tensor& k,
-      const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
-    RotateCall call(angles.back(), "rope._norm_rotate_qk_backward", &q, &k);
-    set_norm(call, &q_norm_weight, &k_norm_weight, angles.norm_eps);
+      const NormRotation& rotation, const Tensor& q_out_grad, const Tensor& k_out_grad, const Tensor& q,
+      const Tensor& k, const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
+    RotateCall call(rotation.back(), "rope._norm_rotate_qk_backward", &q, &k);
+    set_norm(call, &q_norm_weight, &k_norm_weight, rotation.norm_eps);
     check(call, false);
     check_gradients(call, {&q_out_grad, &k_out_grad});
     Tensor q_grad = result_like(q), k_grad = result_like(k);
@@ -140,9 +142,9 @@ struct Ops {
                                  const OptTensor& k_scale, const OptTensor& v_scale, const OptTensor& q_out,
                                  const OptTensor& q_scale, double norm_eps, double attention_factor, bool interleaved,
                                  bool norm_v, int64_t rotary_start, bool eager_rounding) {
-    const Angles angles{cos,         sin,   inv_freq,     positions,     offset, attention_factor,
-                        interleaved, false, rotary_start, eager_rounding};
-    RotateCall call(angles, "rope.rotate_into_cache_", &q, &k);
+    const Rotation rotation{cos,         sin,   inv_freq,     positions,     offset, attention_factor,
+                            interleaved, false, rotary_start, eager_rounding};
+    RotateCall call(rotation, "rope.rotate_into_cache_", &q, &k);
     set_norm(call, pointer(q_norm_weight), pointer(k_norm_weight), norm_eps);
     // A q_out that is q itself leaves the call in place.
     if (q_out && !(q.defined() && Memory(*q_out).is(Memory(q)))) call.sides[kQ].out = &*q_out;
@@ -152,14 +154,14 @@ struct Ops {
     call.sides[kV] = {&v, &v_cache, nullptr, pointer(v_scale)};
     call.norm_v = norm_v;
     call.slots = pointer(slots);
-    in_place(call);
+    to_given(call);
   }
 
   // Returns the gradients of cos and sin.
-  static std::tuple<Tensor, Tensor> rotate_table_backward(const Angles& angles, const Tensor& q_out_grad,
+  static std::tuple<Tensor, Tensor> rotate_table_backward(const Rotation& rotation, const Tensor& q_out_grad,
                                                           const OptTensor& k_out_grad, const Tensor& q,
                                                           const OptTensor& k) {
-    RotateCall call(angles, "rope._rotate_table_backward", &q, pointer(k));
+    RotateCall call(rotation, "rope._rotate_table_backward", &q, pointer(k));
     check(call, false);
     check_gradients(call, {&q_out_grad, pointer(k_out_grad)});
     TORCH_CHECK_VALUE(call.cos, call.op, ": inv_freq is given but must be None, because this operator computes the ",
@@ -225,7 +227,7 @@ struct Ops {
     return {std::move(results[kQ]), std::move(results[kK])};
   }
 
-  static void in_place(const RotateCall& call) {
+  static void to_given(const RotateCall& call) {
     check(call, true);
     run(call);
   }

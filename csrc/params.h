@@ -35,7 +35,7 @@ enum Format : int { kUnquantised = 0, kFloat8E4M3 = 1, kFloat8E5M2 = 2, kInt8 = 
 // What is normalised together: each head by itself, or all heads of a token.
 enum NormGroup : int { kNoNorm = 0, kEachHead = 1, kAllHeads = 2 };
 
-// The sides of a call: the tensors that it rotates, or copies to a cache.
+// The sides of a call: the tensors that it rotates, or sequences to a cache.
 enum { kQ = 0, kK = 1, kV = 2, kSides = 3 };
 
 // The sizes and strides of q, k or v, and how it is written. Strides count elements.
@@ -85,14 +85,14 @@ struct RopeParams : Layout {
 // Lists the tokens that each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
 // t % seq of sequence t / seq.
 //
-// The tokens of a row are given by entries. An entry is the number of a token, and stands for `copies` tokens that have
-// the same row in different sequences: entry, entry + seq, entry + 2 seq ... The entries of row r are
+// The tokens of a row are given by entries. An entry is the number of a token, and stands for `sequences` tokens that
+// have the same row in different sequences: entry, entry + seq, entry + 2 seq ... The entries of row r are
 //   if listed: order[starts[r]] .. order[starts[r + 1] - 1];
 //   otherwise: the one entry r - shift, or none if r - shift is not in [0, entries).
 struct TokensOfRows {
   rope_int rows;  // the number of rows of the table; a table by token has batch * seq, or seq if its batch is 1. A
                   // table by head has as many rows for each head, which are counted once
-  rope_int copies, shift, entries;
+  rope_int sequences, shift, entries;
   int listed;
 };
 

@@ -1,5 +1,5 @@
-// The part of a launch plan that all GPUs share: how a head is cut into chunks, which accesses are aligned, how large
-// an element offset can become, and which calls are simpler. It is plain arithmetic on sizes, strides and addresses, so
+// The part of a launch plan that all GPUs share: how a head is cut into chunks, which accesses are aligned, and
+// which calls are simpler. It is plain arithmetic on sizes, strides and addresses, so
 // that it is tested without a GPU.
 //
 // A vector is a run of `vector` neighbouring channels; it may be a single channel. A chunk is two vectors of one head:
@@ -13,8 +13,8 @@
 //   Interleaved pairing, longer vectors: their length is even, so each holds whole pairs and any two vectors form a
 //   chunk. CUDA takes one from each half, Metal takes two neighbouring ones.
 //
-//   The channels before and after them are not rotated. If they have to be written nevertheless (see copies()), they
-//   are the chunks that follow. The last chunk has only one vector if the number of vectors is odd.
+//   The channels before and after them are not rotated. If they have to be written nevertheless (see writes_rest()),
+//   they are the chunks that follow. The last chunk has only one vector if the number of vectors is odd.
 //
 // Chunk::of in csrc/cuda/vectors.cuh and chunk_at in shaders/chunks.h compute the channels of a chunk from its number.
 #pragma once
@@ -47,15 +47,15 @@ struct Chunks {
   rope_int rotated;  // they come first
   rope_int all;
 };
-// copies: the channels that are not rotated need chunks too.
-inline Chunks chunks_of(const Layout& p, int vector, bool copies) {
+// rest: the channels that are not rotated need chunks too.
+inline Chunks chunks_of(const Layout& p, int vector, bool rest) {
   const rope_int rotated = p.rotary_dim / 2 / vector;
-  return {rotated, rotated + (copies ? ceil_div(p.sides[kQ].head_dim - p.rotary_dim, 2 * vector) : 0)};
+  return {rotated, rotated + (rest ? ceil_div(p.sides[kQ].head_dim - p.rotary_dim, 2 * vector) : 0)};
 }
 
 // Returns whether channels that are not rotated are written too. A norm scales them; without a norm they only have to
 // be copied to a result that is not the input itself.
-inline bool copies(const Layout& p, bool q_in_place, bool k_in_place) {
+inline bool writes_rest(const Layout& p, bool q_in_place, bool k_in_place) {
   return p.sides[kQ].norm || !q_in_place || ((p.sides[kK].heads || p.sides[kV].heads) && !k_in_place);
 }
 
@@ -70,13 +70,6 @@ inline bool is_aligned(uintptr_t start, const rope_int* strides, const rope_int*
     if (sizes[d] > 1 && strides[d] * itemsize % bytes) return false;
   }
   return true;
-}
-
-// Returns the element offset of the last element.
-inline rope_int last_offset(const rope_int* strides, const rope_int* sizes, int dims) {
-  rope_int offset = 0;
-  for (int d = 0; d < dims; d++) offset += std::max<rope_int>(sizes[d] - 1, 0) * strides[d];
-  return offset;
 }
 
 // ---- simpler calls ----

@@ -30,37 +30,20 @@ struct Int8 {
   enum : int { kHighest = 0x42fe0000, kLowest = 0x43000000, kNaN = 0 };  // 127, 128 and 0
 };
 
-// Returns x / scale, rounded correctly, given the rounded 1 / scale and the product of x and it, if no exponent is
-// extreme: the remainder is exact (Markstein).
-template <typename F>
-ROPE_FN F corrected_quotient(F near, F x, F scale, F inverse) {
-  return fma(-fma(near, scale, -x), inverse, near);
-}
-
-// Stands for a scale of 1. The divisor of another scale has these magnitudes multiplied by the scale, and a function
-// divided() that divides a magnitude by it.
-template <typename Type>
-struct Undivided {
-  enum : int { highest = Type::kHighest, lowest = Type::kLowest, nan = Type::kNaN };
-};
-template <typename F, typename Type>
-ROPE_FN F divided(F magnitude, const ROPE_THREAD Undivided<Type>&) {
-  return magnitude;
-}
-
-// These return x, divided by a scale, in a dtype: in the lowest byte of the result. The other bytes have no meaning.
+// These return x, which is divided by the scale already, in a dtype: in the lowest byte of the result. The other bytes
+// have no meaning.
 //
 // The numbers of a float8 are steps apart: a step belongs to an exponent, and all exponents below the least one have
 // its step. 2^shift times the exponent is a float whose neighbour is one step away. A sum with it is rounded to whole
 // steps, which its lowest bits count. Each exponent that is skipped has 2^mantissa numbers. So the code is
 // steps + ((exponent - least) << mantissa). `uncounted` subtracts least << mantissa in the lowest byte of the sum; it
 // is an even number, so that ties go to even.
-template <typename F, typename Divisor, int mantissa, int bias, int largest>
-ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Float8<mantissa, bias, largest>) {
+template <typename F, int mantissa, int bias, int largest>
+ROPE_FN auto quantised(F x, Float8<mantissa, bias, largest> type) {
   constexpr int shift = 23 - mantissa, least = 128 - bias, uncounted = 256 - ((least << mantissa) & 0xff);
   const auto bits = bits_of(x), given = bits & 0x7fffffff, zero = bits ^ bits;
-  const auto most = zero + int(divisor.highest), limited = given < most ? given : most;
-  const auto magnitude = divided(float_of(given > 0x7f800000 ? zero + int(divisor.nan) : limited), divisor);
+  const auto limited = given < int(type.kHighest) ? given : zero + int(type.kHighest);
+  const auto magnitude = float_of(given > 0x7f800000 ? zero + int(type.kNaN) : limited);
   const auto own = bits_of(magnitude) & 0x7f800000, first = zero + (least << 23);
   const auto exponent = own > first ? own : first;
   const auto sum = magnitude + float_of(exponent + ((shift << 23) + uncounted));
@@ -68,22 +51,15 @@ ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Float8<mantissa,
   return (bits_of(sum) + (exponent >> shift)) ^ (sign & 0x80);
 }
 
-template <typename F, typename Divisor>
-ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Int8) {
+template <typename F>
+ROPE_FN auto quantised(F x, Int8 type) {
   const auto bits = bits_of(x), sign = bits >> 31;  // sign: all bits are set if x is negative
   const auto given = bits & 0x7fffffff, zero = bits ^ bits;
-  const auto most = (sign & int(divisor.lowest - divisor.highest)) + int(divisor.highest),
+  const auto most = (sign & int(type.kLowest - type.kHighest)) + int(type.kHighest),
              limited = given < most ? given : most;
-  const auto magnitude = divided(float_of(given > 0x7f800000 ? zero : limited), divisor);
+  const auto magnitude = float_of(given > 0x7f800000 ? zero : limited);
   const auto number = bits_of(magnitude + float_of(zero + (150 << 23)));  // 2^23, whose neighbour is 1 away
   return (number ^ sign) - sign;
-}
-
-// Returns x, which is divided by the scale already.
-template <typename F, typename Type>
-ROPE_FN auto quantised(F x, Type type) {
-  const Undivided<Type> divisor = {};
-  return quantised(x, divisor, type);
 }
 
 }  // namespace rope

@@ -12,7 +12,7 @@ inline I offset_of(constant rope_int* strides, I b, I s, I h) {
 
 // The heads of one side of a token. The strides lead from a head, or a channel, to the next.
 template <typename T, typename I>
-struct Row {
+struct TokenSide {
   device const T* in;  // of head 0
   device void* out;
   I out_at;  // head 0 is written from element out_at of `out` on
@@ -22,31 +22,32 @@ struct Row {
 };
 
 template <typename T, typename I>
-inline Row<T, I> row_of(constant TiledParams& r, Buffers<T> x, Token<I> token, int side) {
+inline TokenSide<T, I> side_of_token(constant TiledParams& r, Buffers<T> x, Token<I> token, int side) {
   constant Side& own = r.params.sides[side];
   const bool to_cache = k_tensors == kSides && side != kQ;
-  Row<T, I> row;
-  row.out = of_side(side, x.q_out, x.k_out, x.v_out);
-  row.out_at = offset_of(own.out, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, I(0));
-  row.in = has(k_in_place, side) ? static_cast<device const T*>(row.out) : of_side(side, x.q_in, x.k_in, x.v_in);
-  row.in += offset_of(own.in, token.b, token.s, I(0));
-  row.in_head = I(own.in[2]);
-  row.in_channel = I(own.in[3]);
-  row.out_head = I(own.out[2]);
-  row.out_channel = I(own.out[3]);
-  row.scale = of_side(side, x.q_scale, x.k_scale, x.v_scale);
-  row.scale_head = I(own.scale);
-  return row;
+  TokenSide<T, I> of_token;
+  of_token.out = of_side(side, x.q_out, x.k_out, x.v_out);
+  of_token.out_at = offset_of(own.out, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, I(0));
+  of_token.in =
+      has(k_in_place, side) ? static_cast<device const T*>(of_token.out) : of_side(side, x.q_in, x.k_in, x.v_in);
+  of_token.in += offset_of(own.in, token.b, token.s, I(0));
+  of_token.in_head = I(own.in[2]);
+  of_token.in_channel = I(own.in[3]);
+  of_token.out_head = I(own.out[2]);
+  of_token.out_channel = I(own.out[3]);
+  of_token.scale = of_side(side, x.q_scale, x.k_scale, x.v_scale);
+  of_token.scale_head = I(own.scale);
+  return of_token;
 }
 
 // All sides of a token.
 template <typename T, typename I>
-struct Rows {
-  Row<T, I> q, k, v;
+struct TokenSides {
+  TokenSide<T, I> q, k, v;
 };
 template <typename T, typename I>
-inline Rows<T, I> rows_of(constant TiledParams& r, Buffers<T> x, Token<I> token) {
-  return {row_of(r, x, token, kQ), row_of(r, x, token, kK), row_of(r, x, token, kV)};
+inline TokenSides<T, I> sides_of_token(constant TiledParams& r, Buffers<T> x, Token<I> token) {
+  return {side_of_token(r, x, token, kQ), side_of_token(r, x, token, kK), side_of_token(r, x, token, kV)};
 }
 
 // One head of a token. The numbers go to `out` from element offset `out_at` on.
@@ -62,16 +63,16 @@ struct Head {
 };
 
 template <typename T, typename I>
-inline Head<T, I> head_at(Row<T, I> row, Token<I> token, int side, I index) {
+inline Head<T, I> head_at(TokenSide<T, I> of_token, Token<I> token, int side, I index) {
   Head<T, I> head;
   head.side = side;
   head.index = index;
-  head.in = row.in + index * row.in_head;
-  head.out = row.out;
-  head.out_at = row.out_at + index * row.out_head;
-  head.in_stride = row.in_channel;
-  head.out_stride = row.out_channel;
-  head.scale = has(k_quantised, side) ? row.scale[index * row.scale_head] : 1.0f;
+  head.in = of_token.in + index * of_token.in_head;
+  head.out = of_token.out;
+  head.out_at = of_token.out_at + index * of_token.out_head;
+  head.in_stride = of_token.in_channel;
+  head.out_stride = of_token.out_channel;
+  head.scale = has(k_quantised, side) ? of_token.scale[index * of_token.scale_head] : 1.0f;
   head.written = k_tensors != kSides || side == kQ || token.cached;
   return head;
 }
@@ -81,20 +82,20 @@ inline int side_of(constant TiledParams& r, uint h) {
   return k_tensors <= kK || h < r.first[kK] ? kQ : k_tensors <= kV || h < r.first[kV] ? kK : kV;
 }
 template <typename T, typename I>
-inline Head<T, I> head_at(constant TiledParams& r, Rows<T, I> rows, Token<I> token, uint h) {
+inline Head<T, I> head_at(constant TiledParams& r, TokenSides<T, I> sides, Token<I> token, uint h) {
   const int side = side_of(r, h);
-  // Each member is chosen by itself: a choice between rows would be one between addresses.
-  Row<T, I> row;
-  row.in = of_side(side, rows.q.in, rows.k.in, rows.v.in);
-  row.out = of_side(side, rows.q.out, rows.k.out, rows.v.out);
-  row.out_at = of_side(side, rows.q.out_at, rows.k.out_at, rows.v.out_at);
-  row.in_head = of_side(side, rows.q.in_head, rows.k.in_head, rows.v.in_head);
-  row.in_channel = of_side(side, rows.q.in_channel, rows.k.in_channel, rows.v.in_channel);
-  row.out_head = of_side(side, rows.q.out_head, rows.k.out_head, rows.v.out_head);
-  row.out_channel = of_side(side, rows.q.out_channel, rows.k.out_channel, rows.v.out_channel);
-  row.scale = of_side(side, rows.q.scale, rows.k.scale, rows.v.scale);
-  row.scale_head = of_side(side, rows.q.scale_head, rows.k.scale_head, rows.v.scale_head);
-  return head_at(row, token, side, I(h - of_side(side, 0u, r.first[kK], r.first[kV])));
+  // Each member is chosen by itself: a choice between structs would be one between addresses.
+  TokenSide<T, I> of_token;
+  of_token.in = of_side(side, sides.q.in, sides.k.in, sides.v.in);
+  of_token.out = of_side(side, sides.q.out, sides.k.out, sides.v.out);
+  of_token.out_at = of_side(side, sides.q.out_at, sides.k.out_at, sides.v.out_at);
+  of_token.in_head = of_side(side, sides.q.in_head, sides.k.in_head, sides.v.in_head);
+  of_token.in_channel = of_side(side, sides.q.in_channel, sides.k.in_channel, sides.v.in_channel);
+  of_token.out_head = of_side(side, sides.q.out_head, sides.k.out_head, sides.v.out_head);
+  of_token.out_channel = of_side(side, sides.q.out_channel, sides.k.out_channel, sides.v.out_channel);
+  of_token.scale = of_side(side, sides.q.scale, sides.k.scale, sides.v.scale);
+  of_token.scale_head = of_side(side, sides.q.scale_head, sides.k.scale_head, sides.v.scale_head);
+  return head_at(of_token, token, side, I(h - of_side(side, 0u, r.first[kK], r.first[kV])));
 }
 
 // Writes a chunk of a head. x: its numbers, rounded to T. A quantised side takes the numbers themselves, unless torch's
@@ -142,7 +143,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
   const uint end = r.first[kSides];
   const bool active = inside && index < r.chunks;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? index : 0);
-  const Rows<T, I> rows = rows_of(r, x, token);
+  const TokenSides<T, I> sides = sides_of_token(r, x, token);
   Angles<V> angles;
   Numbers<V> weights;
   int weights_for = -1;  // the side whose weights these are
@@ -154,7 +155,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
       const uint h = share + step + i * r.shares;
-      heads[i] = head_at(r, rows, token, min(h, end - 1));
+      heads[i] = head_at(r, sides, token, min(h, end - 1));
       present[i] = active && h < end && must_write(heads[i].side, chunk);
       given[i] = {};
       if (present[i]) given[i] = read(heads[i].in, heads[i].in_stride, chunk);
@@ -199,11 +200,11 @@ inline void copy_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint i
   constant Side& v = r.params.sides[kV];
   const uint end = uint(v.head_dim), chunks = (end + 2 * V - 1) / (2 * V), all = chunks * uint(v.heads);
   if (!token.cached) return;
-  const Row<T, I> row = row_of(r, x, token, kV);
+  const TokenSide<T, I> of_token = side_of_token(r, x, token, kV);
   for (uint i = index; i < all; i += threads) {
     const uint h = i / chunks;
     const Chunk<V, I> first = {0, 0, V, V, V, false}, chunk = moved(first, I(i - h * chunks) * 2 * V, I(end));
-    const Head<T, I> head = head_at(row, token, kV, I(h));
+    const Head<T, I> head = head_at(of_token, token, kV, I(h));
     const Values<T, V> values = read(head.in, head.in_stride, chunk);
     write(values, to<float>(values), head, chunk);
   }

@@ -30,10 +30,10 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
   }
   const uint heads = uint(r.params.sides[kV].heads);
   const I end = I(r.params.sides[kV].head_dim), span = I(r.params.sides[kQ].head_dim);
-  const Row<T, I> row = row_of(r, x, token, kV);
+  const TokenSide<T, I> of_token = side_of_token(r, x, token, kV);
   for (uint first = 0; first < heads; first += teams) {  // all threads reach the sums
     const bool present = inside && first + team < heads;
-    const Head<T, I> head = head_at(row, token, kV, I(min(first + team, heads - 1)));
+    const Head<T, I> head = head_at(of_token, token, kV, I(min(first + team, heads - 1)));
     const uint chunks = present ? r.chunks : 0;
     Sum squares, of_spans;
     for (I begin = 0; begin < end; begin += span) {
@@ -63,13 +63,13 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
 // Returns the sum of the squares of the heads first .. end - 1 of the list, to each lane of a SIMD group. walk: that of
 // this thread through these heads.
 template <typename T, int V>
-inline float squares_of(constant TiledParams& r, Rows<T, ulong> rows, Token<ulong> token, uint first, uint end,
+inline float squares_of(constant TiledParams& r, TokenSides<T, ulong> sides, Token<ulong> token, uint first, uint end,
                         Walk walk) {
   Sum squares;
   for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
     const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
     for (uint h = first + walk.head; h < end; h += walk.head_step) {
-      const Head<T, ulong> head = head_at(r, rows, token, h);
+      const Head<T, ulong> head = head_at(r, sides, token, h);
       const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
       squares.add(sum_of_products(n, n, chunk));
     }
@@ -83,10 +83,10 @@ inline float squares_of(constant TiledParams& r, Rows<T, ulong> rows, Token<ulon
 template <typename T, int V, typename I>
 ROPE_KERNEL(kThreads)
 void norm_rotate_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
-                        ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
+                        ROPE_ARGUMENTS(T) uint at [[threadgroup_position_in_grid]],
                         uint threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
-  const uint lanes = uint(k_lanes), team = group * (threads / lanes) + index / lanes, lane = index % lanes;
+  const uint lanes = uint(k_lanes), team = at * (threads / lanes) + index / lanes, lane = index % lanes;
   const bool inside = team < r.tokens * r.shares;
   const Share own = share_at(r, inside ? team : 0);
   const Token<I> token = token_at<I>(r, buffers, own.t);
@@ -97,26 +97,26 @@ void norm_rotate_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
 // Does the same for wide groups, of which each is normalised together: heads of more chunks than a SIMD group has
 // threads, or all heads of q, or of k, of a token. They are read twice, once for the sum and once to rotate.
 //   Each head by itself: a SIMD group takes the heads of one share of a token.
-//   All heads: a threadgroup takes one side (group.y) of one token (group.x). The sum has kSimd parts, which each are
+//   All heads: a threadgroup takes one side (at.y) of one token (at.x). The sum has kSimd parts, which each are
 //   the sum of a SIMD group, whatever the number of SIMD groups is: so the order of the sum follows from sizes alone.
 //   If v has a norm, each SIMD group takes some of its heads.
 template <typename T, int V>
 ROPE_KERNEL(kSharedThreads)
 void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
                              ROPE_ARGUMENTS(T) threadgroup float* parts [[threadgroup(0)]],
-                             uint2 group [[threadgroup_position_in_grid]], uint2 threads [[threads_per_threadgroup]],
+                             uint2 at [[threadgroup_position_in_grid]], uint2 threads [[threads_per_threadgroup]],
                              uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant Layout& p = r.params;
-  const uint simds = threads.x / kSimd, team = group.x * simds + simd;
+  const uint simds = threads.x / kSimd, team = at.x * simds + simd;
   if (!k_all_heads && team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
-  Share own = {simd, group.x};
+  Share own = {simd, at.x};
   if (!k_all_heads) own = share_at(r, team);
   const Token<ulong> token = token_at<ulong>(r, buffers, own.t);
-  const Rows<T, ulong> rows = rows_of(r, buffers, token);
+  const TokenSides<T, ulong> sides = sides_of_token(r, buffers, token);
 
   // The heads of this SIMD group, or if they are taken together of this threadgroup, are first, first + step ...
-  const int side = int(group.y);
+  const int side = int(at.y);
   const bool together = k_all_heads && !(side == kV && has(k_normalised, kV));
   const uint start = k_all_heads ? r.first[side] : 0, end = k_all_heads ? r.first[side + 1] : r.first[kSides];
   const uint teams = k_all_heads ? simds : r.shares;
@@ -126,7 +126,7 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
   if (together && has(k_normalised, side)) {
     for (uint part = simd; part < kSimd; part += simds) {
       const Walk of_part = walk_of(part * kSimd + lane, kSimd * kSimd, r.chunks);
-      const float sum = squares_of<T, V>(r, rows, token, start, end, of_part);
+      const float sum = squares_of<T, V>(r, sides, token, start, end, of_part);
       if (lane == 0) parts[part] = sum;
     }
     // In place, a thread may write after the barrier what others have read before it.
@@ -140,7 +140,7 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
       const uint h = first + i * walk.head_step;
       scales[i] = scale;
       if (!together && h < end && has(k_normalised, side_of(r, h)))
-        scales[i] = scale_of(squares_of<T, V>(r, rows, token, h, h + 1, {lane, kSimd, 0, 1}), p.sides[kQ].head_dim, p);
+        scales[i] = scale_of(squares_of<T, V>(r, sides, token, h, h + 1, {lane, kSimd, 0, 1}), p.sides[kQ].head_dim, p);
     }
     for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
       const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
@@ -149,7 +149,7 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
 #pragma unroll
       for (uint i = 0; i < kHeads; i++) {
         if (first + i * walk.head_step >= end) break;
-        const Head<T, ulong> head = head_at(r, rows, token, first + i * walk.head_step);
+        const Head<T, ulong> head = head_at(r, sides, token, first + i * walk.head_step);
         if (!head.written || !must_write(head.side, chunk)) continue;
         Numbers<V> weights;
         if (has(k_normalised, head.side) && head.side != kV)

@@ -1,6 +1,6 @@
 // The backward of the norm followed by the rotation. norm.metal explains teams.
 //
-// A threadgroup takes one part of q (group.y = 0) or of k (1): it writes the gradients of these heads, and its part of
+// A threadgroup takes one part of q (at.y = 0) or of k (1): it writes the gradients of these heads, and its part of
 // the gradient of the weight into `sums`, which holds the parts of q, [parts, channels], and then those of k. sum_parts
 // adds up the parts.
 #include "heads.h"
@@ -61,16 +61,16 @@ inline void finish_backward(BackwardChunk<V> c, Factors f, Head<T, ulong> head, 
 template <typename T, int V>
 ROPE_KERNEL(kThreads)
 void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared [[threadgroup(0)]],
-                          uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                          uint2 at [[threadgroup_position_in_grid]], uint2 grid [[threadgroups_per_grid]],
                           uint2 threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant Layout& p = r.params;
-  const int side = int(group.y);
+  const int side = int(at.y);
   device const T* x = side == kQ ? q_before : k_before;
-  const ulong head_dim = ulong(p.sides[kQ].head_dim), begin = ulong(group.x) * n.part_items,
+  const ulong head_dim = ulong(p.sides[kQ].head_dim), begin = ulong(at.x) * n.part_items,
               end = min(begin + n.part_items, ulong(n.items[side]));
-  device float* own_sums = sums + (ulong(group.y) * groups.x + group.x) * head_dim;
+  device float* own_sums = sums + (ulong(at.y) * grid.x + at.x) * head_dim;
   const uint heads = uint(p.sides[side].heads), per_token = (heads + kHeads - 1) / kHeads;
   const uint lanes = uint(k_lanes), teams = threads.x / lanes, own_team = index / lanes, lane = index % lanes;
   const bool active = lane < r.chunks;
@@ -82,12 +82,12 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
     const bool inside = first_item + own_team < end;
     const ulong item = inside ? first_item + own_team : begin, t = item / per_token;
     const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
-    const Row<T, ulong> row = row_of(r, buffers, token, side);
+    const TokenSide<T, ulong> of_token = side_of_token(r, buffers, token, side);
     const Angles<V> angles = common_angles<T, V>(r, buffers, token, active && chunk.rotated, lane);
     for (uint i = 0; i < kHeads; i++) {
       const uint h = uint(item - t * per_token) * kHeads + i;
       const bool present = active && inside && h < heads;
-      const Head<T, ulong> head = head_at(row, token, side, ulong(min(h, heads - 1)));
+      const Head<T, ulong> head = head_at(of_token, token, side, ulong(min(h, heads - 1)));
       BackwardChunk<V> c;
       float squares = 0.0f, products = 0.0f;
       if (present) {
@@ -119,20 +119,20 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
 template <typename T, int V>
 ROPE_KERNEL(kSharedThreads)
 void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* factors [[threadgroup(0)]],
-                               uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                               uint2 at [[threadgroup_position_in_grid]], uint2 grid [[threadgroups_per_grid]],
                                uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
                                uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant Layout& p = r.params;
-  const int side = int(group.y);
+  const int side = int(at.y);
   device const T* x = side == kQ ? q_before : k_before;
   const ulong head_dim = ulong(p.sides[kQ].head_dim), all_heads = ulong(p.sides[side].heads);
   const ulong heads = k_all_heads ? all_heads : 1, items_of_token = k_all_heads ? 1 : all_heads;
-  const ulong begin = ulong(group.x) * n.part_items, end = min(begin + n.part_items, ulong(n.items[side]));
-  device float* own_sums = sums + group.x * heads * head_dim;
-  if (side == kK) own_sums += groups.x * (k_all_heads ? ulong(p.sides[kQ].heads) : 1) * head_dim;
-  const Walk walk = walk_of(lane, kSimd, r.chunks), walk_of_group = walk_of(simd * kSimd + lane, threads.x, r.chunks);
+  const ulong begin = ulong(at.x) * n.part_items, end = min(begin + n.part_items, ulong(n.items[side]));
+  device float* own_sums = sums + at.x * heads * head_dim;
+  if (side == kK) own_sums += grid.x * (k_all_heads ? ulong(p.sides[kQ].heads) : 1) * head_dim;
+  const Walk walk = walk_of(lane, kSimd, r.chunks), walk_of_all = walk_of(simd * kSimd + lane, threads.x, r.chunks);
   ulong some = begin;
   do {  // once at least, because a part without items has sums too
     const uint count = some < end ? uint(min(end - some, ulong(kSimd))) : 0;
@@ -140,13 +140,13 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
     for (uint i = simd; i < count; i += threads.x / kSimd) {
       const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
       const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
-      const Row<T, ulong> row = row_of(r, buffers, token, side);
+      const TokenSide<T, ulong> of_token = side_of_token(r, buffers, token, side);
       Sum squares, products;
       for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
         const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
         const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
         for (ulong h = walk.head; h < heads; h += walk.head_step) {
-          const Head<T, ulong> head = head_at(row, token, side, first_head + h);
+          const Head<T, ulong> head = head_at(of_token, token, side, first_head + h);
           const Numbers<V> weights = weights_of<T, V>(r, buffers, side, head.index, chunk);
           const BackwardChunk<V> c = backward_chunk_at(n, buffers, x, token, head, chunk, angles, weights);
           squares.add(sum_of_products(c.x, c.x, chunk));
@@ -161,16 +161,16 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint index = walk_of_group.chunk; index < r.chunks; index += walk_of_group.chunk_step) {
+    for (uint index = walk_of_all.chunk; index < r.chunks; index += walk_of_all.chunk_step) {
       const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
-      for (ulong h = walk_of_group.head; h < heads; h += walk_of_group.head_step) {
+      for (ulong h = walk_of_all.head; h < heads; h += walk_of_all.head_step) {
         const Numbers<V> weights = weights_of<T, V>(r, buffers, side, h, chunk);
         Sum total[2 * V];
         for (uint i = 0; i < count; i++) {
           const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
           const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
-          const Row<T, ulong> row = row_of(r, buffers, token, side);
-          const Head<T, ulong> head = head_at(row, token, side, first_head + h);
+          const TokenSide<T, ulong> of_token = side_of_token(r, buffers, token, side);
+          const Head<T, ulong> head = head_at(of_token, token, side, first_head + h);
           const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
           const BackwardChunk<V> c = backward_chunk_at(n, buffers, x, token, head, chunk, angles, weights);
           finish_backward(c, Factors{factors[2 * i], factors[2 * i + 1]}, head, chunk, total);

@@ -42,14 +42,14 @@ void table_backward_kernel(constant TableBackward& n [[buffer(kBufferParams)]],
     begin = long(row) - tokens.shift;
     end = begin + (begin >= 0 && begin < tokens.entries);
   }
-  const I groups = (heads + kHeads - 1) / kHeads, copies = I(tokens.copies), seq = I(p.seq);
-  const I items = I(end - begin) * copies * groups;
+  const I items_of_token = (heads + kHeads - 1) / kHeads, sequences = I(tokens.sequences), seq = I(p.seq);
+  const I items = I(end - begin) * sequences * items_of_token;
   Sum cos[V], sin[V];
   for (I item = at.y; item < items; item += size.y) {
-    const I nth_token = item / groups, nth_entry = nth_token / copies;
+    const I nth_token = item / items_of_token, nth_entry = nth_token / sequences;
     const I entry = k_listed ? I(order[begin + long(nth_entry)]) : I(begin);
-    const I token = entry + (nth_token - nth_entry * copies) * seq, b = token / seq, s = token - b * seq;
-    const uint first = uint(item - nth_token * groups) * kHeads, end_head = min(first + kHeads, heads);
+    const I token = entry + (nth_token - nth_entry * sequences) * seq, b = token / seq, s = token - b * seq;
+    const uint first = uint(item - nth_token * items_of_token) * kHeads, end_head = min(first + kHeads, heads);
     for (uint h = first; h < end_head; h++) {
       const int side = k_tensors > kK && h >= first_of_k ? kK : kQ;
       const I own = first_head + (side == kK ? h - first_of_k : h);

@@ -29,8 +29,8 @@ c10::TypedOperatorHandle<Schema> find(const char* name) {
       .typed<Schema>();
 }
 
-// An operator that takes angles. op(angles, own...) calls it from the top of the dispatcher;
-// op.below(keys, angles, own...) calls the kernels below autograd.
+// An operator that takes a rotation. op(rotation, own...) calls it from the top of the dispatcher;
+// op.below(keys, rotation, own...) calls the kernels below autograd.
 template <typename F>
 class Operator;
 template <typename A, typename R, typename... Own>
@@ -38,12 +38,12 @@ class Operator<R(const A&, Own...)> {
  public:
   explicit Operator(const char* name) : op_(find<Schema>(name)) {}
 
-  R operator()(const A& angles, Own... own) const {
-    return angles.pass([&](const auto&... each) { return op_.call(own..., each...); });
+  R operator()(const A& rotation, Own... own) const {
+    return rotation.pass([&](const auto&... each) { return op_.call(own..., each...); });
   }
-  R below(c10::DispatchKeySet keys, const A& angles, Own... own) const {
+  R below(c10::DispatchKeySet keys, const A& rotation, Own... own) const {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return angles.pass(
+    return rotation.pass(
         [&](const auto&... each) { return op_.redispatch(keys & c10::after_ADInplaceOrView_keyset, own..., each...); });
   }
 
@@ -54,16 +54,16 @@ class Operator<R(const A&, Own...)> {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 inline const auto& rotate_op() {
-  static const Operator<Tensor(const Angles&, const Tensor&)> op("rotate");
+  static const Operator<Tensor(const Rotation&, const Tensor&)> op("rotate");
   return op;
 }
 inline const auto& rotate_qk_op() {
-  static const Operator<TwoTensors(const Angles&, const Tensor&, const Tensor&)> op("rotate_qk");
+  static const Operator<TwoTensors(const Rotation&, const Tensor&, const Tensor&)> op("rotate_qk");
   return op;
 }
 inline const auto& table_backward_op() {
-  static const Operator<TwoTensors(const Angles&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&)> op(
-      "_rotate_table_backward");
+  static const Operator<TwoTensors(const Rotation&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&)>
+      op("_rotate_table_backward");
   return op;
 }
 using CosSinSchema = TwoTensors(const Tensor&, const Tensor&, double, std::optional<at::ScalarType>);
@@ -86,11 +86,11 @@ bool any_needed(const T&... inputs) {
   return (needed(inputs) || ...);
 }
 
-// ---- what backward needs besides the gradient: the angles, and tensors of the operator's own ----
+// ---- what backward needs besides the gradient: the rotation, and tensors of the operator's own ----
 
-// Saves the angles and the own tensors for backward.
+// Saves the rotation and the own tensors for backward.
 template <typename A>
-void save(AutogradContext* ctx, const A& angles, const variable_list& own) {
+void save(AutogradContext* ctx, const A& rotation, const variable_list& own) {
   variable_list tensors;
   int numbers = 0;
   const auto keep = [&](const auto& value) {
@@ -100,12 +100,13 @@ void save(AutogradContext* ctx, const A& angles, const variable_list& own) {
       ctx->saved_data[std::to_string(numbers++)] = value;
     }
   };
-  angles.pass([&](const auto&... each) { (keep(each), ...); });
+  rotation.pass([&](const auto&... each) { (keep(each), ...); });
   tensors.insert(tensors.end(), own.begin(), own.end());
   ctx->save_for_backward(std::move(tensors));
 }
 
 inline OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
+inline Tensor or_undefined(const OptTensor& t) { return t.value_or(Tensor()); }
 
 // Reads what save() saved.
 template <typename A, typename = TypesOf<A>>
@@ -118,7 +119,7 @@ class Saved<A, Types<Each...>> {
   explicit Saved(AutogradContext* ctx) : own(ctx->get_saved_variables()), each_{next<Each>(ctx)...} {
     own.erase(own.begin(), own.begin() + tensors_);
   }
-  A angles() const {
+  A rotation() const {
     return std::apply([](const auto&... each) { return A{each...}; }, each_);
   }
 
@@ -136,11 +137,11 @@ class Saved<A, Types<Each...>> {
   }
 };
 
-// The tables or frequencies of a call. in(angles) returns the angles with these instead of their own.
+// The tables or frequencies of a call. in(rotation) returns the rotation with these instead of their own.
 struct Tables {
   OptTensor cos, sin, inv_freq;
-  Angles in(const Angles& angles) const {
-    return angles.pass([&](auto&, auto&, auto&, auto&... others) { return Angles{cos, sin, inv_freq, others...}; });
+  Rotation in(const Rotation& rotation) const {
+    return rotation.pass([&](auto&, auto&, auto&, auto&... others) { return Rotation{cos, sin, inv_freq, others...}; });
   }
 };
 
@@ -210,6 +211,6 @@ struct Inputs {
 
 // Returns x rotated, with zeros in the channels that pass through. This is the derivative of a rotation with respect to
 // its tables, in the direction of the given cos and sin, which may be any numbers.
-Tensor rotate_and_zero_rest(const Tensor& x, const Angles& angles);
+Tensor rotate_and_zero_rest(const Tensor& x, const Rotation& rotation);
 
 }  // namespace rope::autograd

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/cpu/Utils.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
 #include <memory>
@@ -85,22 +86,16 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
   }
   if (rise) return;  // as in most prompts: no two are equal
 
-  int bits = 2;  // of a place in the hash table, of which at most half is taken
-  while ((size_t(1) << bits) < 2 * cells.size()) bits++;
-  c10::SmallVector<int64_t, 64> tokens(size_t(1) << bits, -1);  // the token at each place
+  ska::flat_hash_map<int64_t, int64_t> tokens;  // by the cell that they write
+  tokens.reserve(cells.size());
   for (int64_t i = 0; i < int64_t(cells.size()); i++) {
     if (!is_written(cells[i])) continue;
-    // The golden ratio spreads cells with any distance from each other.
-    uint64_t place = uint64_t(cells[i]) * 0x9E3779B97F4A7C15 >> (64 - bits);
-    for (; tokens[place] >= 0; place = (place + 1) % tokens.size()) {
-      const int64_t other = tokens[place];
-      TORCH_CHECK_INDEX(cells[other] != cells[i], call.op, ": ", call.slots ? "slots" : "position + offset", " is ",
-                        call.slots ? cells[i] : cells[i] % p.block_size, " for token ", other % p.seq, " of sequence ",
-                        other / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
-                        " but must be another cell for each token; pass slots: -1 for padding and for what a ring does "
-                        "not keep (torch_rope.slots_of_window), other cells for the tokens of a tree");
-    }
-    tokens[place] = i;
+    const auto [first, is_new] = tokens.emplace(cells[i], i);
+    TORCH_CHECK_INDEX(is_new, call.op, ": ", call.slots ? "slots" : "position + offset", " is ",
+                      call.slots ? cells[i] : cells[i] % p.block_size, " for token ", first->second % p.seq,
+                      " of sequence ", first->second / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
+                      " but must be another cell for each token; pass slots: -1 for padding and for what a ring does "
+                      "not keep (torch_rope.slots_of_window), other cells for the tokens of a tree");
   }
 }
 
@@ -139,27 +134,6 @@ int64_t elements_of_token(const RopeParams& p) {
 // cores share either, so it is written past all caches.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
-// Returns into how many shares the heads are divided among threads, or 1 if tokens are divided instead. Threads that
-// write neighbouring tokens of one head would wait for each other if these are adjacent in memory, because they have
-// cache lines in common.
-int64_t shares_of_heads(const RopeParams& p) {
-  const Side &q = p.sides[kQ], &k = p.sides[kK];
-  if (q.out[1] >= q.out[3] || p.source == kTableByHead || p.has_cache || q.norm == kAllHeads) return 1;
-  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(q.heads, k.heads)));
-}
-// Returns the call for share i of the heads of q and k.
-TunedRotateArgs share_of_heads(TunedRotateArgs r, int64_t i, int64_t shares) {
-  for (const int t : {kQ, kK}) {
-    Side& side = r.params.sides[t];
-    SideData& data = r.sides[t];
-    const int64_t first = side.heads * i / shares, size = size_of(r.x_dtype);
-    data.in = static_cast<const char*>(data.in) + first * side.in[2] * size;
-    data.out = static_cast<char*>(data.out) + first * side.out[2] * size;
-    side.heads = side.heads * (i + 1) / shares - first;
-  }
-  return r;
-}
-
 struct Cpu : AnyBackend {
   // Does not call the dispatcher, which takes longer than a decode step's rotation.
   static Tensor empty_strided_like(const Tensor& x) {
@@ -180,13 +154,7 @@ struct Cpu : AnyBackend {
     r.fetch = bytes >= kFetchBytes;
     // The loops of the norm have no streaming stores.
     r.stream = r.sides[kQ].in != r.sides[kQ].out && !p.sides[kQ].norm && bytes >= kStreamBytes;
-    const Kernel<TunedRotateArgs>& kernel = kernels().rotate;
-    const int64_t shares = shares_of_heads(p);
-    if (shares == 1) return parallel(tokens, of_token, kernel, r);
-    parallel(shares, tokens * of_token / shares, kernel.scratch_bytes(r),
-             [&](int64_t begin, int64_t end, void* scratch) {
-               for (int64_t i = begin; i < end; i++) kernel.run(share_of_heads(r, i, shares), 0, tokens, scratch);
-             });
+    parallel(tokens, of_token, kernels().rotate, r);
   }
 
   static void norm_backward(const NormBackwardCall& call, const NormBackwardArgs& a) {
@@ -218,7 +186,7 @@ struct Cpu : AnyBackend {
   static void table_backward(const TableBackwardCall& call, const TableBackwardArgs& t) {
     const TokensOfRows& tokens = t.tokens;
     if (tokens.listed || tokens.rows != tokens.entries) call.zero();
-    parallel(tokens.entries, tokens.copies * elements_of_token(t.rotate.params), kernels().table_backward, t);
+    parallel(tokens.entries, tokens.sequences * elements_of_token(t.rotate.params), kernels().table_backward, t);
   }
 
   static void cos_sin(const CosSinCall& call) {

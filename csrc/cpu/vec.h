@@ -199,42 +199,20 @@ struct Vector {
   Vector() = default;
   explicit Vector(N x) : v(x - Lanes{}) {}
   explicit Vector(Lanes x) : v(x) {}
+  friend Vector operator+(Vector a, Vector b) { return Vector(a.v + b.v); }
+  friend Vector operator-(Vector a, Vector b) { return Vector(a.v - b.v); }
+  friend Vector operator*(Vector a, Vector b) { return Vector(a.v * b.v); }
+  friend Vector operator/(Vector a, Vector b) { return Vector(a.v / b.v); }
+  friend Vector operator-(Vector a) { return Vector(-a.v); }
 };
 using Floats = Vector<float>;
 using Doubles = Vector<double>;
-template <typename N>
-inline Vector<N> operator+(Vector<N> a, Vector<N> b) {
-  return Vector<N>(a.v + b.v);
-}
-template <typename N>
-inline Vector<N> operator-(Vector<N> a, Vector<N> b) {
-  return Vector<N>(a.v - b.v);
-}
-template <typename N>
-inline Vector<N> operator*(Vector<N> a, Vector<N> b) {
-  return Vector<N>(a.v * b.v);
-}
-template <typename N>
-inline Vector<N> operator/(Vector<N> a, Vector<N> b) {
-  return Vector<N>(a.v / b.v);
-}
-template <typename N>
-inline Vector<N> operator-(Vector<N> a) {
-  return Vector<N>(-a.v);
-}
 
 // These are for ../quantise.h.
 inline int32_t bits_of(float a) { return bits_as<int32_t>(a); }
 inline float float_of(int32_t bits) { return bits_as<float>(bits); }
 inline i32v bits_of(Floats a) { return i32v(a.v); }
 inline Floats float_of(i32v bits) { return Floats(f32v(bits)); }
-
-// Whether fma is an instruction. Otherwise it is a function of the C library.
-#if defined(__x86_64__) && !defined(ROPE_AVX512) && !defined(ROPE_AVX2)
-constexpr bool kHasFma = false;
-#else
-constexpr bool kHasFma = true;
-#endif
 
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(ROPE_AVX512)
@@ -424,64 +402,6 @@ inline void copy_strided(const T* x, int64_t x_stride, T* y, int64_t y_stride, i
     y[0] = a, y[y_stride] = b, y[2 * y_stride] = c, y[3 * y_stride] = d;
   }
   for (; n; n--, x += x_stride, y += y_stride) *y = *x;
-}
-
-// Returns (a0, b0, a1, b1, ...) of n elements of a and b, from the element `first` on. Compilers find the one
-// instruction that does it.
-template <int64_t first, typename V, size_t... i>
-inline V zipped(V a, V b, std::index_sequence<i...>) {
-  return V{(i % 2 ? b : a)[first + i / 2]...};
-}
-
-// Copies row i of x to column i of y, for as many rows and columns as a vector of 16 bytes has elements. Each stride
-// leads to the next row.
-template <typename T>
-inline void transpose_square(const T* x, int64_t x_stride, T* y, int64_t y_stride) {
-  typedef std::conditional_t<sizeof(T) == 2, uint16_t, T> V __attribute__((vector_size(16)));
-  constexpr int64_t n = 16 / sizeof(T);
-  constexpr auto indices = std::make_index_sequence<n>();
-  V rows[n], pairs[n];
-  for (int64_t i = 0; i < n; i++) rows[i] = load_bits<V>(x + i * x_stride);
-  for (int64_t round = 1; round < n; round *= 2) {  // each one zips row i with row i + n / 2
-    for (int64_t i = 0; i < n / 2; i++) {
-      pairs[2 * i] = zipped<0>(rows[i], rows[i + n / 2], indices);
-      pairs[2 * i + 1] = zipped<n / 2>(rows[i], rows[i + n / 2], indices);
-    }
-    for (int64_t i = 0; i < n; i++) rows[i] = pairs[i];
-  }
-  for (int64_t i = 0; i < n; i++) store_bits(y + i * y_stride, rows[i]);
-}
-
-// Copies row i of x to column i of y. Each stride leads to the next row. The rows of the side with the longer stride
-// are in the outer loop, because cache lines at a distance of a power of two displace each other: each line is copied
-// completely before the next ones. These rows lie in pages of their own, so the hardware does not prefetch them.
-template <typename T>
-inline void transpose(const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows, int64_t columns) {
-  constexpr int64_t n = 16 / sizeof(T), line = 64 / sizeof(T), ahead = 8;
-  const int64_t whole_rows = rows / n * n, whole_columns = columns / n * n;
-  const auto square = [&](int64_t i, int64_t j) {
-    transpose_square(x + i * x_stride + j, x_stride, y + j * y_stride + i, y_stride);
-  };
-  if (x_stride > y_stride) {
-    for (int64_t i = 0; i < whole_rows; i += n) {
-      for (int64_t k = 0; k < n; k++) {
-        for (int64_t j = 0; j < columns; j += line) __builtin_prefetch(x + (i + ahead + k) * x_stride + j);
-      }
-      for (int64_t j = 0; j < whole_columns; j += n) square(i, j);
-    }
-  } else {
-    for (int64_t j = 0; j < whole_columns; j += n) {
-      for (int64_t k = 0; k < n; k++) {
-        for (int64_t i = 0; i < rows; i += line) __builtin_prefetch(y + (j + ahead + k) * y_stride + i, 1);
-      }
-      for (int64_t i = 0; i < whole_rows; i += n) square(i, j);
-    }
-  }
-  for (int64_t i = 0; i < whole_rows; i++) {
-    copy_strided(x + i * x_stride + whole_columns, 1, y + whole_columns * y_stride + i, y_stride,
-                 columns - whole_columns);
-  }
-  for (int64_t i = whole_rows; i < rows; i++) copy_strided(x + i * x_stride, 1, y + i, y_stride, columns);
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ struct UsualPart : PartRange<int> {
   static constexpr int V = K::V;
   const UsualBackwardArgs& n;
   const UsualArgs& a = n.rotate;
-  const int heads = a.ends[side] - (side == kQ ? 0 : a.ends[kQ]), chunks = a.chunks, at_once = 2;
+  const int heads = a.ends[side] - (side == kQ ? 0 : a.ends[kQ]), chunks = a.chunks, heads_of_step = 2;
   const bool all_heads = a.all_heads;
   const Chunk<int> chunk = chunk_of(a, min(int(threadIdx.x), chunks - 1));
   const float per_channel = a.per_channel[side], eps = a.norm_eps;
@@ -71,7 +71,7 @@ struct GeneralPart : PartRange<rope_int> {
   const Side& params = a.params.sides[side];
   const rope_int heads = params.heads;
   const bool all_heads = params.norm == kAllHeads;
-  const int chunks = t.chunks, at_once = a.params.source == kTableByHead ? 1 : 2;
+  const int chunks = t.chunks, heads_of_step = a.params.source == kTableByHead ? 1 : 2;
   Chunk<rope_int> chunk = Chunk<rope_int>::of<V>(a.params, t, min(int(threadIdx.x), chunks - 1));
   const A per_channel = A(t.per_channel[side]), eps = A(a.norm_eps);
 
@@ -139,7 +139,7 @@ ROPE_FN void take_heads(const P& part, double* sums) {
       }
       head += head_teams;
       const bool last = head >= part.heads + head_team;
-      if ((last || taken % part.at_once == 0) && ++steps == kSteps) add_terms();
+      if ((last || taken % part.heads_of_step == 0) && ++steps == kSteps) add_terms();
       if (last) break;
       read_head();
       token.go(part.chunk.rotated, min(head, part.heads - 1));

@@ -53,7 +53,7 @@ struct Plan {
   Tiling tiling;
   bool by_block;  // a thread block, and not a team, takes what is normalised together
   Dim3 block;     // chunks, heads, tokens; of tables: chunks, heads and tokens, rows
-  Dim3 grid;      // groups of tokens, shares of the heads, sequences; of backwards: parts, or groups of rows
+  Dim3 grid;      // runs of tokens, shares of the heads, sequences; of backwards: parts, or runs of rows
   rope_int sums;  // the sums of all parts
 };
 
@@ -117,7 +117,7 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
     t.in_place[i] = a.sides[i].in == a.sides[i].out && (i == kQ || !p.has_cache);
     t.per_channel[i] = 1.0 / double(side.norm == kAllHeads ? side.heads * side.head_dim : side.head_dim);
   }
-  const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.in_place[kQ], t.in_place[kK]));
+  const Chunks chunks = chunks_of(p, t.vector, norm || writes_rest(p, t.in_place[kQ], t.in_place[kK]));
   t.rotated = int(chunks.rotated);
   t.chunks = int(chunks.all);
   const bool wide = t.chunks > kWarp && has_usual_kernels(itemsize, t.vector);
@@ -162,7 +162,7 @@ inline Plan plan_table_backward(const TableBackwardArgs& b) {
   if (rows == 0 || chunks == 0) return plan;  // an empty grid
 
   // If the tokens of each row are listed, only the device knows how many it has; the plan takes the average.
-  const rope_int tokens = b.tokens.copies * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
+  const rope_int tokens = b.tokens.sequences * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
   const rope_int of_token = by_head ? 1 + (k_heads != 0) : q_heads + k_heads;
   const rope_int heads = std::max<rope_int>(1, tokens * of_token);
   const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, kTableHeads, 4 * kTableHeads);

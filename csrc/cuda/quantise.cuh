@@ -39,7 +39,7 @@ struct Divisor {
     for (float& number : x) {
       const float near = number * inverse;
       // The largest quotients are infinite or saturate, and have no remainder. Signs are such that -0 stays -0.
-      number = fabsf(near) < 0x1p100f ? corrected_quotient(near, number, scale, inverse) : near;
+      number = fabsf(near) < 0x1p100f ? fma(-fma(near, scale, -number), inverse, near) : near;
     }
   }
 };

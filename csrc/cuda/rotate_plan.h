@@ -2,7 +2,7 @@
 //
 // A thread block has up to three axes: x over the chunks of a head, y over heads, z over tokens. The x threads with the
 // same y and z are a team: they share one head of one token, a chunk for each thread. The heads of q, k and v are
-// numbered as one list. The grid has x for groups of block.z tokens, y for shares of the list, and z for the sequences
+// numbered as one list. The grid has x for runs of block.z tokens, y for shares of the list, and z for the sequences
 // of the batch: team y of share j takes the heads j * block.y + y, and then every (grid.y * block.y)-th one.
 #pragma once
 
@@ -170,11 +170,11 @@ inline RotatePlan plan_rotate(const RotateArgs& a, int processors) {
   // The teams over heads are a power of two, so that whole warps sum norms. At most one in five has no head.
   rope_int y = power_of_two(std::min(most, std::max<rope_int>(heads / each, 1)) + 1) / 2;
   while (y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads) y /= 2;
-  const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : p.seq}), groups = ceil_div(p.seq, z);
+  const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : p.seq}), runs = ceil_div(p.seq, z);
   const rope_int steps = std::max<rope_int>(ceil_div(heads, y), 1);  // of one thread block that takes all heads
-  const rope_int of_share = std::clamp<rope_int>(steps * groups * p.batch / filling, 1, kMostHeads);
+  const rope_int of_share = std::clamp<rope_int>(steps * runs * p.batch / filling, 1, kMostHeads);
   plan.block = {x, y, z};
-  plan.grid = {groups, std::min(ceil_div(steps, of_share), kMaxGrid), p.batch};
+  plan.grid = {runs, std::min(ceil_div(steps, of_share), kMaxGrid), p.batch};
   return plan;
 }
 

@@ -47,13 +47,13 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   wait_for_previous_kernel();
   const RopeParams& p = a.params;
   const TokensOfRows& tokens = t.tokens;
-  const unsigned blocks = unsigned(tiling.blocks_per_row), group = blockIdx.x / blocks,
-                 of_group = blockIdx.x - group * blocks;
+  const unsigned blocks = unsigned(tiling.blocks_per_row), run = blockIdx.x / blocks,
+                 of_run = blockIdx.x - run * blocks;
   const bool by_head = p.source == kTableByHead;
   const int64_t table_heads = p.sides[kQ].heads;
-  const int64_t out_row = int64_t(group) * blockDim.z + threadIdx.z;  // [rows, heads], if the table is by head
+  const int64_t out_row = int64_t(run) * blockDim.z + threadIdx.z;  // [rows, heads], if the table is by head
   const int64_t row = by_head ? out_row / table_heads : out_row, first_head = by_head ? out_row % table_heads : 0;
-  const int index = int(of_group * blockDim.x + threadIdx.x), teams = int(blockDim.y);
+  const int index = int(of_run * blockDim.x + threadIdx.x), teams = int(blockDim.y);
   const bool inside = row < tokens.rows && index < tiling.chunks;
   const auto chunk = Chunk<I>::template of<V>(p, tiling, index);
   Sums<A, V> total;
@@ -74,18 +74,19 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       if (o.heads == 0) continue;
       const rope_int heads = by_head ? 1 : o.heads;  // that the row rotated
       // The teams are divided among heads and tokens: head_teams teams take the heads of one token, and token_teams
-      // tokens are taken at the same time. To go on by token_teams tokens, each team goes to another entry and copy.
+      // tokens are taken at the same time. To go on by token_teams tokens, each team goes to another entry and sequence
+      // of it.
       const unsigned head_teams = unsigned(min((heads + kTableHeads - 1) / kTableHeads, rope_int(teams)));
       const unsigned token_teams = unsigned(teams) / head_teams;
       const unsigned token_team = threadIdx.y / head_teams, head_team = threadIdx.y - token_team * head_teams;
-      // A division in 32 bits is faster. All numbers of copies that are greater than the number of threads give the
+      // A division in 32 bits is faster. All numbers of sequences that are greater than the number of threads give the
       // same quotient and remainder.
-      const unsigned copies = unsigned(min(tokens.copies, rope_int(kTableThreads + 1)));
+      const unsigned sequences = unsigned(min(tokens.sequences, rope_int(kTableThreads + 1)));
       if (token_team >= token_teams) continue;
-      int64_t entry = begin + token_team / copies, copy = token_team % copies;
+      int64_t entry = begin + token_team / sequences, nth = token_team % sequences;
       while (entry < end) {
         const uint64_t token = uint64_t(tokens.listed ? t.order[entry] : entry), b = token / uint64_t(p.seq);
-        const I s = I(token - b * uint64_t(p.seq)), sequence = I(b) + copy;
+        const I s = I(token - b * uint64_t(p.seq)), sequence = I(b) + nth;
         const TokenHeads<V, const T, I> g{gradients + sequence * o.in[0] + s * o.in[1] + first_head * o.in[2], o.in,
                                           true};
         const TokenHeads<V, const T, I> x{xs + sequence * strides[0] + s * strides[1] + first_head * strides[2],
@@ -104,9 +105,9 @@ __global__ void __launch_bounds__(kTableThreads, 2)
             total.add(product);
           }
         }
-        entry += token_teams / copies;
-        copy += token_teams % copies;
-        if (copy >= tokens.copies) copy -= tokens.copies, entry++;
+        entry += token_teams / sequences;
+        nth += token_teams % sequences;
+        if (nth >= tokens.sequences) nth -= tokens.sequences, entry++;
       }
     }
   }

@@ -155,11 +155,11 @@ void encode(const Launch& launch, id<MTLComputeCommandEncoder> encoder) {
                atIndex:NSUInteger(buffer)];
   }
   if (launch.memory) [encoder setThreadgroupMemoryLength:launch.memory atIndex:0];
-  const MTLSize size = size_of(launch.grid.size), group = size_of(launch.grid.group);
-  if (launch.grid.of_groups) {
-    [encoder dispatchThreadgroups:size threadsPerThreadgroup:group];
+  const MTLSize size = size_of(launch.grid.size), threads = size_of(launch.grid.threads);
+  if (launch.grid.of_threadgroups) {
+    [encoder dispatchThreadgroups:size threadsPerThreadgroup:threads];
   } else {
-    [encoder dispatchThreads:size threadsPerThreadgroup:group];
+    [encoder dispatchThreads:size threadsPerThreadgroup:threads];
   }
 }
 

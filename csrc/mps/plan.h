@@ -73,7 +73,9 @@ inline bool in_vectors(const Tensor& t, int vector) {
 
 // True if the element offset of the last element of t does not fit in 32 bits.
 inline bool needs_64_bits(const Tensor& t) {
-  return t.numel() && last_offset(t.strides().data(), t.sizes().data(), int(t.dim())) > UINT32_MAX;
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
+  return t.numel() && last > UINT32_MAX;
 }
 
 // Ends a message about frequencies.
@@ -197,9 +199,9 @@ inline int lay_out_channels(const RotateCall& call, bool backward, Plan& plan) {
   const bool teams = c.normalised != 0, four = teams ? fits(p, 4) : aligned(4);
   const bool wide_head = teams && !c.all_heads && chunks_of(p, four ? 4 : 1, true).all > kSimd;
   plan.wide = wide_head || c.all_heads;
-  const bool copied = copies(p, c.in_place & 1 << kQ, c.in_place & 1 << kK);
+  const bool rest = writes_rest(p, c.in_place & 1 << kQ, c.in_place & 1 << kK);
   const auto enough = [&](int vector) {
-    const rope_int chunks = chunks_of(p, vector, copied).all;
+    const rope_int chunks = chunks_of(p, vector, rest).all;
     return r.tokens * rope_int(r.shares) * (teams ? power_of_two(chunks) : chunks) >= kEnough;
   };
   int vector = 1;
@@ -208,7 +210,7 @@ inline int lay_out_channels(const RotateCall& call, bool backward, Plan& plan) {
   } else if (four && !wide_head && (teams || backward || enough(4))) {
     vector = 4;
   }
-  const Chunks chunks = chunks_of(p, vector, copied);
+  const Chunks chunks = chunks_of(p, vector, rest);
   r.rotated = unsigned(chunks.rotated);
   r.chunks = unsigned(chunks.all);
   c.vectors = vector != 1 && aligned(vector);
@@ -266,8 +268,8 @@ inline Plan plan(const RotateCall& call, const RopeParams& p, const Tensor* cons
 
 // A number of threads that is cut into threadgroups, or a number of threadgroups.
 struct Grid {
-  Size3 size, group;  // group: of threads
-  bool of_groups = false;
+  Size3 size, threads;  // threads: of a threadgroup
+  bool of_threadgroups = false;
 };
 
 // Returns a grid of threads, with threadgroups of at most `threads` threads. A threadgroup takes as much of the grid as
@@ -322,7 +324,7 @@ inline rope_int cut_into_parts(const Plan& plan, rope_int most, NormBackward& n,
 }
 
 // Returns the grid of table_backward: chunks along x, table rows along z; a table by head has a row for each head. The
-// threads along y share the work for one chunk of one table row: the heads, in groups of kHeads, of all tokens that it
+// threads along y share the work for one chunk of one table row: the heads, kHeads at a time, of all tokens that it
 // rotated. They are in one threadgroup, which adds their sums, so the order of a sum follows from sizes and `threads`
 // alone. `threads` is the size limit of a threadgroup.
 inline Grid grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threads) {
@@ -330,10 +332,10 @@ inline Grid grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threa
   const rope_int chunks = plan.rotate.chunks;
   // How many tokens a row rotated. If the tokens are listed, the host does not know it; mostly it is one token of each
   // sequence.
-  const rope_int row_tokens = tokens.listed ? p.batch : tokens.copies;
+  const rope_int row_tokens = tokens.listed ? p.batch : tokens.sequences;
   const bool by_head = plan.constants.source == kTableByHead;
-  const rope_int groups = by_head ? 1 : ceil_div(plan.rotate.first[kSides], kHeads);
-  return grid_of({chunks, std::min(row_tokens * groups, threads / std::min(chunks, threads)),
+  const rope_int items = by_head ? 1 : ceil_div(plan.rotate.first[kSides], kHeads);
+  return grid_of({chunks, std::min(row_tokens * items, threads / std::min(chunks, threads)),
                   tokens.rows * (by_head ? p.sides[kQ].heads : 1)},
                  threads);
 }

@@ -106,7 +106,7 @@ py::dict plan_tables(const Tokens& tokens, Call... call) {
     std::copy(side.out, side.out + 4, t.x[i].strides);
     std::copy(side.in, side.in + 4, side.out);
   }
-  std::tie(t.tokens.rows, t.tokens.copies, t.tokens.entries, t.tokens.listed) = tokens;
+  std::tie(t.tokens.rows, t.tokens.sequences, t.tokens.entries, t.tokens.listed) = tokens;
   return of(cuda::plan_table_backward(t));
 }
 
