@@ -307,16 +307,7 @@ inline Floats load(const bf16* from) {
 }
 template <bool stream = false>
 inline void store(bf16* to, Floats a) {
-  const u32v high = rounded_high(a) >> 16;
-#if defined(ROPE_AVX512)
-  store_bits<stream>(to, _mm512_cvtepi32_epi16(__m512i(high)));
-#elif defined(ROPE_AVX2)
-  // Each 128 bits of `halves` hold their four numbers twice.
-  const __m256i halves = _mm256_packus_epi32(__m256i(high), __m256i(high));
-  store_bits<stream>(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
-#else
-  store_bits<stream>(to, __builtin_convertvector(high, u16v));
-#endif
+  store_bits<stream>(to, __builtin_convertvector(rounded_high(a) >> 16, u16v));
 }
 
 inline Floats load(const f16* from) {

@@ -181,7 +181,7 @@ WRITTEN_CUDA = [
 ]  # fmt: skip
 
 WRITTEN_METAL = [
-    ("the last element offset is one step too far", "csrc/plan.h", "std::max<rope_int>(«sizes[d] - 1», 0)", "sizes[d]"),
+    ("the last element offset is one step too far", "csrc/mps/plan.h", "last += («t.size(d) - 1») * t.stride(d)", "t.size(d)"),
     ("every int64 position is read as int32", "shaders/tokens.h", "return «bytes == 8» ? static_cast<device const long*>", "false"),
     ("slots past the cache are valid", "shaders/tokens.h", "    valid = valid && slot < p.blocks * p.block_size;\n", ""),
     ("the offset chooses no cell", "shaders/tokens.h", "token.block * I(p.block_size) : «I(position)»;", "I(given_position)"),
