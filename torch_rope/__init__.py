@@ -7,16 +7,15 @@ from .functional import (
     cos_sin,
     inv_freq,
     norm_rotate_qk,
-    positions_from_cu_seqlens,
     rotary_embedding,
     rotate,
     rotate_,
     rotate_into_cache_,
     rotate_qk,
     rotate_qk_,
-    slots_of_window,
 )
 from .module import RotaryEmbedding
+from .positions import positions_from_cu_seqlens, slots_of_window
 
 __all__ = [
     "RotaryEmbedding",

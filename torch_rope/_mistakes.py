@@ -83,7 +83,7 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
     """Lets a function say in our words that an argument has another name here, or is missing."""
     parameters = inspect.signature(function).parameters
     known, needed = list(parameters), [name for name, p in parameters.items() if p.default is MISSING]
-    title = re.sub(r"\.(functional|kinds|config)\b", "", f"{function.__module__}.{function.__qualname__}")
+    title = re.sub(r"\.(functional|positions|kinds|config)\b", "", f"{function.__module__}.{function.__qualname__}")
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
