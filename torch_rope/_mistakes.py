@@ -27,7 +27,6 @@ _OTHER_NAMES = {
     "v_cache": "value_cache",
     "slots": "slot_mapping",
     "positions": "position_ids pos_ids input_pos input_positions pos position",
-    "position_ids": "positions pos_ids input_pos",
     "inv_freq": "freqs frequencies inv_freqs",
     "offset": "seq_offset position_offset past_length start_pos seqlen_offset",
     "norm_eps": "eps epsilon variance_epsilon",

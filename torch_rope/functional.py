@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ._mistakes import always_called, check_tensor, mistake_in, named
+from ._mistakes import always_called, mistake_in, named
 from ._ops import ops as _ops
 from .frequencies.kinds import is_number, on_device, powers
 
@@ -288,69 +288,6 @@ def rotate(
     """
     op, args = _ops.rotate.default, (x, cos, sin, inv_freq, positions, offset)
     return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
-
-
-@named
-def rotary_embedding(
-    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
-) -> Tensor:
-    """Rotates all channels of x, whose heads come before seq: :func:`rotate` with the arguments of
-    ``torch.nn.functional.rotary_embedding``, which PyTorch's pull request 187286 proposes.
-
-    Args:
-        x: ``[batch, heads, seq, head_dim]``, as ``scaled_dot_product_attention`` takes it, with an even head_dim, any
-            strides, and the dtypes of :func:`rotate`.
-        cos, sin: float32 or the dtype of x. With position_ids they are tables by position,
-            ``[max_position, head_dim / 2]``. Without position_ids they broadcast to
-            ``[batch, heads, seq, head_dim / 2]``: ``[seq, head_dim / 2]``, ``[batch, 1, seq, head_dim / 2]``,
-            ``[heads, seq, head_dim / 2]`` and others.
-        position_ids: ``[batch, seq]``, ``[1, seq]`` or ``[seq]``, int32 or int64: the row of cos and sin for each token,
-            at least 0 and below max_position. Default: None.
-        interleaved: if False, channels i and i + head_dim / 2 form a pair; if True, 2i and 2i + 1. Default: False.
-
-    Returns:
-        A tensor with the shape and dtype of x, and its strides if x is dense. As in :func:`rotate`, the arithmetic is
-        float32 (float64 if x is float64), and each element is rounded once.
-
-    Raises:
-        ValueError: a shape or a device does not fit.
-        TypeError: a dtype is not supported.
-        IndexError: a position is outside the table, as in :func:`rotate`.
-
-    Differentiable like :func:`rotate`.
-
-    Equivalent to :func:`torch_rope.reference.rotary_embedding`. Nothing is copied: x and the tables are passed as views.
-
-    Example::
-
-        x = torch.randn(2, 8, 5, 128)  # [batch, heads, seq, head_dim]
-        inv_freq = torch_rope.frequencies.default(128).inv_freq  # [64]
-        cos, sin = torch_rope.cos_sin(torch.arange(4096), inv_freq)  # [4096, 64] each
-        y = torch_rope.rotary_embedding(x, cos[:5], sin[:5])  # token s has position s
-        y = torch_rope.rotary_embedding(x, cos, sin, position_ids=torch.tensor([0, 1, 2, 0, 1]))
-    """
-    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
-        check_tensor("torch_rope.rotary_embedding", name, t)
-    if x.dim() != 4 or x.shape[-1] % 2:
-        must_be = "[batch, heads, seq, head_dim], with an even head_dim"
-        raise ValueError(f"torch_rope.rotary_embedding: x has shape {list(x.shape)} but must be {must_be}")
-    sizes = *x.shape[:3], x.shape[3] // 2
-    for name, t in (("cos", cos), ("sin", sin)):
-        if position_ids is not None:
-            fits, must = t.dim() == 2 and t.shape[1] == sizes[3], f"be [max_position, {sizes[3]}] with position_ids"
-        else:
-            fits = t.dim() <= 4 and all(n in (1, m) for n, m in zip(t.shape[::-1], sizes[::-1], strict=False))
-            must = f"broadcast to [batch, heads, seq, head_dim / 2], which is {list(sizes)}"
-        if not fits:
-            raise ValueError(f"torch_rope.rotary_embedding: {name} has shape {list(t.shape)} but must {must}")
-    if position_ids is None:
-        cos, sin = (
-            t[(None,) * (4 - t.dim())].expand(-1, -1, *sizes[2:]) for t in torch.broadcast_tensors(cos, sin)
-        )  # [batch or 1, heads or 1, seq, head_dim / 2]
-        by_head = cos.shape[1] != 1
-        cos, sin = (t.transpose(1, 2) if by_head else t.squeeze(1) for t in (cos, sin))
-    args = x.transpose(1, 2), cos, sin, None, position_ids
-    return call(_ops.rotate.default, args, None, 0, interleaved=interleaved).transpose(1, 2)
 
 
 @always_called

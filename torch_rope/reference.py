@@ -65,17 +65,6 @@ def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
     return rotate(q, *angles, **flags), rotate(k, *angles, **flags)
 
 
-def rotary_embedding(
-    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
-) -> Tensor:
-    """Rotates x, ``[batch, heads, seq, head_dim]``, as :func:`torch_rope.rotary_embedding` does."""
-    if position_ids is not None:
-        cos, sin = (t[position_ids].unsqueeze(-3) for t in (cos, sin))  # [..., 1, seq, head_dim / 2]
-    shape = *x.shape[:3], x.shape[3] // 2
-    cos, sin = (t.broadcast_to(shape).transpose(1, 2) for t in (cos, sin))
-    return rotate(x.transpose(1, 2), cos, sin, interleaved=interleaved).transpose(1, 2)
-
-
 def norm_rotate_qk(
     q: Tensor,
     k: Tensor,

@@ -271,7 +271,6 @@ PYTHON = [
     ("selfcheck: a process may crash at its end", "selfcheck/run.py", "if not death and not errors:", "if not errors:", "tools/test_selfcheck"),
     ("selfcheck: a Metal kernel need not run in its check", "selfcheck/metal.py", "require(name in launches() - before,", "require(True,", "tools/test_selfcheck"),
     ("reference: an int8 is not rounded", "reference.py", ".max).round().to(dtype)", ".max).to(dtype)", "operators/test_cache"),
-    ("rotary_embedding: position_ids is ignored", "functional.py", "cos, sin, None, position_ids", "cos, sin, None, None", "modules/test_function_of_pytorch"),
 ]  # fmt: skip
 
 # ---- the builds ----

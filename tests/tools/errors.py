@@ -29,7 +29,6 @@ rope(k=k) -> torch_rope.RotaryEmbedding: q is missing but must be a tensor
 rotate_qk(q, cos=cos, sin=sin) -> rope.rotate_qk: k is missing but must be a tensor
 rotate_into_cache_(q, k, k, key_cache=q) -> rope.rotate_into_cache_: key_cache is not ... its name here is k_cache
 cos_sin(ints, freqs=freq) -> torch_rope.cos_sin: freqs is not an argument; its name here is inv_freq
-rotary_embedding(heads_first, cos, sin, positions=ints) -> positions is ... its name here is position_ids
 positions_from_cu_seqlens(ints, max_seqlen=3) -> max_seqlen is ... its name here is total, the number
 slots_of_window(ints, window_size=3) -> torch_rope.slots_of_window: window_size is ... its name here is window
 inv_freq(64, theta=3) -> torch_rope.inv_freq: theta is not an argument; its name here is base
@@ -63,7 +62,6 @@ RotaryEmbedding(64, kind="linear", factor=2.0, truncate=True) -> truncate is not
 RotaryEmbedding(64, kind="yarn") -> torch_rope.frequencies.yarn: factor is missing but must be given
 transformers.patch({"model_type": "llama"}) -> model is of type dict but must be a loaded model, such as
 diffusers.patch("name") -> model is 'name' but must be a loaded model, such as FluxTransformer2DModel
-rotary_embedding(heads_first, *tables(5, 4).bfloat16()) -> cos and sin are bfloat16 but must be float32
 timm.patch(None) -> model is None but must be a loaded model, such as timm.create_model
 diffusers.patch(linear, fuse="yes") -> fuse is 'yes' but must be True or False
 """,
@@ -83,13 +81,6 @@ positions_of([0, 5, 10]) -> total is 9 but must be at least 10, the last number 
 positions_of([[0, 5]]) -> cu_seqlens has shape [1, 2] but must have shape [sequences + 1]
 positions_of([0, 3], 3, torch.zeros(3).long()) -> offsets has shape [3] but must have shape [1], one offset for
 slots_of_window(ints.view(1, 1, 3), 4) -> positions has shape [1, 1, 3] but must have shape [seq] or
-rotary_embedding(heads_first[0], *tables(5, 4)) -> x has shape [3, 5, 8] but must be [batch, heads, seq, head_dim]
-rotary_embedding(heads_first[..., :7], *tables(5, 3)) -> x has shape [2, 3, 5, 7] but must be ... even head_dim
-rotary_embedding(heads_first, *tables(6, 4)) -> cos has shape [6, 4] but must broadcast to ... [2, 3, 5, 4]
-rotary_embedding(heads_first, *tables(1, 1, 1, 5, 4)) -> cos has shape [1, 1, 1, 5, 4] but must broadcast
-rotary_embedding(heads_first, tables(5, 4)[0], tables(5, 3)[0]) -> sin has shape [5, 3] but must broadcast
-rotary_embedding(heads_first, *tables(1, 9, 4), ints) -> cos has shape [1, 9, 4] but must be [max_position, 4]
-rotary_embedding(heads_first, *tables(9, 3), ints) -> cos has shape [9, 3] but must be [max_position, 4]
 RotaryEmbedding(64, kind="yarns") -> kind is 'yarns' but must be one of 'default'
 RotaryEmbedding(64, interleaved="gptj") -> interleaved is 'gptj' but must be True (GPT-J) or False (NeoX
 RotaryEmbedding(64, kind="dynamic", factor=2.0, original_max_position=9, max_position=9) -> max_position is 9 but must
@@ -142,8 +133,7 @@ def run(usage: str, wrapped=lambda function: function):
     """Runs a usage, as a function that `wrapped` may compile. It may use the names below, and those of this module."""
     rope, freq, ints = torch_rope.RotaryEmbedding(16), torch.ones(8), torch.arange(3)
     cos, sin = torch_rope.cos_sin(ints, freq)
-    q, k, heads_first = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16), torch.zeros(2, 3, 5, 8)
-    tables = lambda *shape: torch.ones(2, *shape)  # noqa: E731
+    q, k = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16)
 
     def positions_of(cu_seqlens, total=9, *offsets):
         return torch_rope.positions_from_cu_seqlens(torch.tensor(cu_seqlens), total, *offsets)

@@ -161,6 +161,5 @@ def test_schemas_and_public_names_do_not_change():
     }
     for name, schema in schemas.items():
         assert str(getattr(torch.ops.rope, name).default._schema) == f"rope::{name}{schema}"
-    others = "RotaryEmbedding decompositions frequencies inv_freq multimodal positions_from_cu_seqlens "
-    others += "rotary_embedding slots_of_window"
+    others = "RotaryEmbedding decompositions frequencies inv_freq multimodal positions_from_cu_seqlens slots_of_window"
     assert {*schemas, *others.split()} == {*torch_rope.__all__}
