@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ._signatures import operators
+from ._signatures import Signature
 
 P, R, F = ParamSpec("P"), TypeVar("R"), TypeVar("F", bound=Callable)
 MISSING = inspect.Parameter.empty  # the value of an argument that is not given, though it must be
@@ -46,7 +46,6 @@ _OTHER_NAMES = {
     "window": "window_size sliding_window",
     "total, the number of all tokens, not of those of the longest sequence": "max_seqlen max_seqlen_q",
 }
-_SIGNATURES = {s.op: s for s in operators()}  # torch.compile reads no schema
 # The types of a schema, in words.
 _WORDS = {"Tensor": "a tensor", "int": "an integer", "float": "a number", "bool": "True or False"}
 _WORDS["dtype"] = "a dtype, such as torch.float32"
@@ -99,8 +98,8 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 
 def always_called(function: F) -> F:
     """Lets a function that takes unknown arguments be called without those that it needs, so that it can say how they
-    are named here. They are MISSING then. :func:`named` would cost each call of a decode step 0.2 microseconds."""
-    function.__signature__ = inspect.signature(function)  # which is shown, stays as it is written
+    are named here. They are MISSING then, which is no default for inspect.signature. A function around it, as
+    :func:`named` makes one, would cost each decode step 0.15 microseconds."""
     count = function.__code__.co_argcount - len(function.__defaults__ or ())
     function.__defaults__ = (MISSING,) * count + (function.__defaults__ or ())
     return function
@@ -151,16 +150,18 @@ def whole_numbers(function: str, name: str, values: Any) -> list[int]:
         raise wrong_type(function, name, values, "a list of integers") from None
 
 
-def mistake_in(op: torch._ops.OpOverload, args: tuple, flags: dict[str, Any], unknown: Any) -> Exception | None:
+def mistake_in(
+    signature: Signature, args: tuple, flags: tuple, unknown: Any = None, tensors: dict[str, Any] | None = None
+) -> Exception | None:
     """Returns the error of a call of an operator whose arguments do not have the names and types of its schema, or else
-    None. flags has the keyword arguments, and perhaps more; unknown those that the operator does not have."""
+    None. flags are in the order of the schema; unknown are arguments that the operator does not have."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true as sure  # its import takes long
 
-    function, arguments = _SIGNATURES[op].in_words, _SIGNATURES[op].arguments
+    function, arguments = signature.in_words, signature.arguments
     if unknown:
         return unknown_argument(function, unknown, arguments)
-    given = flags | dict(zip(arguments, args, strict=False))
-    for name, kind in _SIGNATURES[op].types.items():
+    given = dict(zip((*arguments[: len(args)], *signature.flags), (*args, *flags), strict=True)) | (tensors or {})
+    for name, kind in signature.types.items():
         value, bits = given.get(name), _BITS.get(kind)
         if name not in given or (value is None and kind in ("Tensor", "dtype")):
             continue

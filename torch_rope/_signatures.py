@@ -36,6 +36,8 @@ class Signature:
         self.types = {a.name: str(a.type).removeprefix("Optional[").removesuffix("]") for a in arguments}
         self.types |= {"dtype": "dtype"} if "dtype" in self.types else {}  # the schema says that it is an integer
         self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        flags = [a for a in arguments if a.kwarg_only and self.types[a.name] != "Tensor"]
+        self.flags, self.defaults = [a.name for a in flags], tuple(a.default_value for a in flags)
         self.rotated = [name for name in ("x", "q", "k") if name in self.arguments]  # empty if it makes tables
 
     def by_name(self, args: Iterable) -> dict:

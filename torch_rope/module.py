@@ -12,7 +12,6 @@ from . import frequencies
 from ._home import Home
 from ._mistakes import MISSING, always_called, check_tensor, shown, unknown_argument, wrong_type
 from ._modes import as_seen, mode_of, undisturbed
-from ._ops import ops as _ops
 from .frequencies import lengths
 from .frequencies.kinds import float64, is_rounded, on_device, sources_on_device
 from .functional import call, rotate_qk
@@ -177,7 +176,7 @@ class RotaryEmbedding(nn.Module):
         ):  # the usual case is written out, because a decode step is as long as this method
             cos, sin, inv_freq = made
             args = q, k, cos, sin, inv_freq, positions, offset
-            return call(_ops.rotate_qk.default, args, None, offset, self.attention_factor, self.interleaved)
+            return call("rotate_qk", args, (self.attention_factor, self.interleaved, False, 0, False), offset)
         check_tensor("torch_rope.RotaryEmbedding", "q", q)
         if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
             advice = f"; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"

@@ -237,7 +237,7 @@ PYTHON = [
     ("configs: an unknown entry about a rotation is passed over", "frequencies/config.py", "_need(not unread, name", "_need(True, name", "modules/test_frequencies"),
     ("slots_of_window: older tokens are written", "positions.py", "(positions > newest - window)", "(positions >= newest - window)", "modules/test_multimodal"),
     ("RotaryEmbedding: dynamic uses a wrong exponent", "module.py", "trained, -2 / (rotary_dim - 2))", "trained, -2 / rotary_dim)", "modules/test_rotary_embedding"),
-    ("functions: inverse is not passed", "functional.py", "flags[\"inverse\"] = inverse", "flags[\"inverse\"] = False", "operators/test_reference"),
+    ("functions: inverse is not passed", "_signatures.py", "self.flags, self.defaults = [a.name for a in flags]", "self.flags, self.defaults = [a.name.replace(\"inverse\", \"interleaved\") for a in flags]", "operators/test_reference"),
     ("reference: inverse is ignored", "reference.py", "s = -s if inverse else s", "s = s", "operators/test_values"),
     ("reference: negative slots are written", "reference.py", ".clamp(min=-1)] =", ".clamp(min=0)] =", "operators/test_cache"),
     ("reference: a 16-bit result is rounded twice", "reference.py", "rotated = pairs * c.unsqueeze(axis) +", "rotated = (pairs * c.unsqueeze(axis)).to(x.dtype) +", "operators/test_values"),

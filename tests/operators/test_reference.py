@@ -4,7 +4,6 @@ The values of the reference are compared where those of the operators are.
 """
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 from cases import schema_of
@@ -42,8 +41,8 @@ def test_the_functions_have_the_arguments_of_the_schemas(op):
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_the_functions_pass_every_argument(op, monkeypatch):
     calls = []
-    recorder = SimpleNamespace(default=lambda *args, **kwargs: calls.append((args, kwargs)))
-    monkeypatch.setattr(torch_rope.functional, "_ops", SimpleNamespace(**{op: recorder}))
+    [signature] = [s for s in _signatures.operators() if s.name == op]
+    monkeypatch.setattr(signature, "op", lambda *args, **kwargs: calls.append((args, kwargs)))
     positional = {name: object() for name, by_keyword, _ in arguments_of(op) if not by_keyword}
     defaults = {name: default for name, by_keyword, default in arguments_of(op) if by_keyword}
     for name in defaults:
