@@ -15,6 +15,8 @@ from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_rope
 from torch_rope import RotaryEmbedding, frequencies
@@ -187,22 +189,9 @@ def loaded(make, device):
     return torch.load(io.BytesIO(file.getvalue()), "meta", weights_only=False)
 
 
-def in_mode(mode, call=False):
-    """Returns a function that makes a module, and with call calls it, within a context."""
-
-    def made(make, device):
-        with mode():
-            rope = make()
-            if call:
-                torch.func.grad(lambda q: rope(q, q)[0].sum())(next(some(device)))
-        return rope
-
-    return made
-
-
 def cast(constructor, *args, **kwargs):
     t = constructor(*args, **kwargs)
-    return t.bfloat16() if t.is_floating_point() else t
+    return t.bfloat16() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
 
 
 @contextlib.contextmanager
@@ -214,21 +203,62 @@ def casting_constructors():
         yield
 
 
+class CastingFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return cast(func, *args, **kwargs or {})
+
+
+class CastingOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return cast(func, *args, **kwargs or {})
+
+
+# The modes of a caller, in which a module is made, or called for the first time on its device.
+MODES = {
+    "default device": lambda: torch.device("meta"),
+    "default dtype": lambda: default_dtype(torch.float16),
+    "wrapped constructors": casting_constructors,
+    "fake tensors": FakeTensorMode,
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "functions": CastingFunctions,
+    "operators": CastingOperators,
+}
+# What asks a module for its angles, or records that something does.
+CALLS = {
+    "angles": lambda rope, q: rope.angles(7, device=q.device),
+    "torch.func": lambda rope, q: torch.func.grad(lambda q: rope(q, q)[0].sum())(q),
+    "compile": lambda rope, q: torch.compile(rope, fullgraph=True, backend="aot_eager")(q, q),
+    "export": lambda rope, q: torch.export.export(rope, (q, q)),
+}
+
+
+def made_in(mode, make, device):
+    with MODES[mode]():
+        return make()
+
+
+def first_called_in(mode, make, device, call="angles"):
+    rope = make(device="meta")
+    torch._dynamo.reset()
+    with MODES.get(mode, contextlib.nullcontext)():
+        CALLS[call](rope, next(some(device)))
+    return rope
+
+
 # What others do to a module, or around it. Each function gets a function that makes a module, and returns a module.
 FATES = {
     "half of a model": lambda make, device: torch.nn.Sequential(make(), torch.nn.Linear(2, 2)).to(device).half()[0],
     "to and back": lambda make, device: make().to(device).to("cpu"),
     "to_empty": lambda make, device: make().to_empty(device=device),
     "torch.load": loaded,
-    "fake": in_mode(FakeTensorMode),
-    "meta": in_mode(lambda: torch.device("meta")),
-    "meta, to": lambda make, device: in_mode(lambda: torch.device("meta"))(make, device).to(device),
+    "meta, to": lambda make, device: made_in("default device", make, device).to(device),
     "meta, to_empty": lambda make, device: make(device="meta").bfloat16().to_empty(device=device),
     "checkpoint": of_a_checkpoint,
-    "inference": in_mode(torch.inference_mode),
-    "first call in torch.func": in_mode(lambda: torch.device("meta"), call=True),
-    "default dtype": in_mode(lambda: default_dtype(torch.float16)),
-    "wrapped constructors": in_mode(casting_constructors),
+    **{f"made, {mode}": functools.partial(made_in, mode) for mode in MODES},
+    **{f"first call, {mode}": functools.partial(first_called_in, mode) for mode in MODES},
+    **{f"first call, {call}": functools.partial(first_called_in, None, call=call) for call in CALLS},
 }
 
 

@@ -232,7 +232,7 @@ PYTHON = [
     ("interleaved M-RoPE: the first section decides the length of all sections", "multimodal.py", "if j < 3 * sections[j % 3]", "if j < 3 * sections[0]", "modules/test_multimodal"),
     ("cu_seqlens: the first token of a sequence belongs to the sequence before", "positions.py", "right=True", "right=False", "modules/test_multimodal"),
     ("RotaryEmbedding: the length is the highest position, without adding one", "frequencies/lengths.py", "- (-1 - offset)", "- (-offset)", "modules/test_rotary_embedding"),
-    ("RotaryEmbedding: frequencies are made in the mode of the caller", "module.py", "undisturbed(sources_on_device, exact, ", "sources_on_device(exact, ", "modules/test_rotary_embedding"),
+    ("RotaryEmbedding: frequencies are made in the mode of the caller", "_sources.py", "undisturbed(self._make, exact, ", "self._make(exact, ", "modules/test_rotary_embedding"),
     ("RotaryEmbedding: what is assigned is cast", "module.py", "return moved if moved.dtype == t.dtype else t.to(moved.device)", "return moved", "modules/test_rotary_embedding"),
     ("configs: an unknown entry about a rotation is passed over", "frequencies/config.py", "_need(not unread, name", "_need(True, name", "modules/test_frequencies"),
     ("slots_of_window: older tokens are written", "positions.py", "(positions > newest - window)", "(positions >= newest - window)", "modules/test_multimodal"),

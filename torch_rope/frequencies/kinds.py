@@ -40,21 +40,6 @@ def on_device(inv_freq: Tensor, device: torch.device | str) -> Tensor:
     return (inv_freq if has_float64(device) else in_two_parts(inv_freq).movedim(0, -2)).to(device)
 
 
-def sources_on_device(inv_freq: Tensor, max_position: int | None, device: torch.device) -> tuple:
-    """Returns cos, sin and inv_freq, as the operators take them, for float64 frequencies ``[..., pairs]``.
-
-    Without max_position cos and sin are None. Otherwise inv_freq is None, and the tables are
-    ``[..., max_position, pairs]``, float32, made of float64 angles on the CPU.
-    """
-    if max_position is None:
-        return None, None, on_device(inv_freq, device)
-    positions = float64_range(max_position).unsqueeze(-1)
-    if device.type == "meta":
-        inv_freq, positions = inv_freq.to(device), positions.to(device)
-    angle = positions * inv_freq.unsqueeze(-2)
-    return angle.cos().float().to(device), angle.sin().float().to(device), None
-
-
 def is_rounded(theirs: Tensor, ours: Tensor) -> bool:
     """Returns whether theirs may be these frequencies, computed in float32 or better and rounded to another dtype."""
     if theirs.shape != ours.shape or not theirs.is_floating_point():
