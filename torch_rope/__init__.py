@@ -1,6 +1,8 @@
 """Rotary position embedding for PyTorch: the operators ``torch.ops.rope.*``, and functions that call them."""
 
-from . import _register, frequencies, multimodal  # noqa: F401
+import sys
+
+from . import _inductor_slices, _register, frequencies, multimodal  # noqa: F401
 from ._decompositions import decompositions
 from .functional import (
     axial_cos_sin,
@@ -15,6 +17,9 @@ from .functional import (
 )
 from .module import RotaryEmbedding
 from .positions import positions_from_cu_seqlens, slots_of_window
+
+if "torch.distributed.tensor" in sys.modules:  # its import takes half as long as that of torch
+    from . import parallel  # noqa: F401
 
 __all__ = [
     "RotaryEmbedding",

@@ -180,7 +180,7 @@ class RotaryEmbedding(nn.Module):
         with mode_of(q):
             angles = self.angles(q.shape[-3] if q.dim() > 2 else 0, positions, offset, q.device)
         if hasattr(q, "device_mesh"):
-            from ._sharding import distributed_like
+            from .parallel import distributed_like
 
             angles = distributed_like(q, angles)
         return rotate_qk(q, k, **angles)

@@ -39,10 +39,9 @@ class Ranks:
         self.world, self.device, self.processes = world, device, []
 
     def _start(self):
-        # A server process imports the modules once, and the processes of the ranks are forks of it. torch_rope comes
-        # first, so it registers its rules when torch.distributed.tensor is imported.
+        # A server process imports the modules once, and the processes of the ranks are forks of it.
         method = mp.get_context("forkserver")
-        method.set_forkserver_preload(["torch_rope", "torch.distributed.tensor.debug", "pytest"])
+        method.set_forkserver_preload(["torch_rope.parallel", "torch.distributed.tensor.debug", "pytest"])
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]

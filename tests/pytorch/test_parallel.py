@@ -330,20 +330,28 @@ def test_a_decision_is_cached(ranks):
     ranks(check_decisions)
 
 
-RULE = "print(torch.ops.rope.rotate.default in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs)"
-IMPORTS = {  # in the processes above, torch_rope is imported first
-    "DTensor first": f"import torch; from torch.distributed.tensor import DTensor; import torch_rope; {RULE}",
-    # The import of the rules fails, as it may with another torch.
-    "no rules": "import sys, torch_rope; sys.modules['torch_rope._sharding'] = None; import torch.distributed.tensor",
+DTENSORS = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+mesh = init_device_mesh("cpu", (1,))
+x, inv_freq = (DTensor.from_local(t, mesh, [Replicate()]) for t in (torch.ones(1, 1, 8), torch.ones(4)))
+"""
+PROGRAMS = {
+    "DTensor first": ["import torch_rope"],
+    "rules": ["import torch_rope.parallel"],
+    "module": ["torch_rope.RotaryEmbedding(8)(x, x)"],
+    "none": [],
 }
 
 
 @night
-@pytest.mark.parametrize("name", IMPORTS)
-def test_the_rules_are_registered_in_any_order_of_imports_or_the_import_warns(name):
-    done = python(IMPORTS[name], PYTHONWARNINGS="always")
-    assert done.returncode == 0, done.stderr
-    assert ("True" in done.stdout) != ("torch_rope's operators do not take DTensors" in done.stderr)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_rules_are_registered_by_their_import_and_an_error_asks_for_it(program):
+    first = "" if program == "DTensor first" else "import torch_rope"
+    done = python("\n".join([first, DTENSORS, *PROGRAMS[program], "torch_rope.rotate(x, inv_freq=inv_freq)"]))
+    error = "rope.rotate: x is a DTensor but must be .* not registered; import torch_rope.parallel"
+    assert (done.returncode == 0) == (program != "none") == (not re.search(error, done.stderr)), done.stderr
 
 
 # ---- torch.compile ----

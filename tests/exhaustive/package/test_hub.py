@@ -99,13 +99,14 @@ def test_gradients_vmap_and_compiled_programs_are_the_same(kernel):
 
 def test_the_kernel_works_without_torch_rope(kernel):
     done = python(f"""
-import sys
+import importlib, sys
 from pathlib import Path
 import torch, kernels
 kernel = kernels.get_local_kernel(Path({str(FOLDER / "build")!r}))
 mapped = torch.func.vmap(lambda x: kernel.rotate(x, inv_freq=torch.ones(4)))(torch.ones(3, 2, 5, 4, 8))
-import torch.distributed.tensor
-print(len(mapped), "torch_rope" in sys.modules, hasattr(torch.ops.rope, "rotate"), kernel.__name__ + "._sharding" in sys.modules)
+DTensor = importlib.import_module(kernel.__name__ + ".parallel").DTensor
+rules, op = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs, getattr(torch.ops, kernel.__name__).rotate.default
+print(len(mapped), "torch_rope" in sys.modules, hasattr(torch.ops.rope, "rotate"), op in rules)
 """)
     assert done.stdout.split() == ["3", "False", "False", "True"], done.stderr
 

@@ -1,4 +1,5 @@
-"""The rules for DTensors: each rank calls the operator on its local tensors, and nothing is communicated.
+"""The rules for DTensors, which the import of this module registers: each rank calls the operator on its local tensors, and
+nothing is communicated.
 
 The rotation of a token depends only on its own position, not on other tokens, heads or sequences. A dimension of the
 mesh may therefore split
