@@ -49,9 +49,11 @@ def call(
     try:
         given = tensors or {}
         if flags != (defaults := operator.defaults):
-            for i, flag in enumerate(flags):  # zip would take twice as long
+            i = 0
+            for flag in flags:
                 if flag is not defaults[i] and flag != defaults[i]:
                     given[operator.flags[i]] = flag
+                i += 1  # noqa: SIM113  enumerate takes 0.1 microseconds more, and zip 0.2
         return operator.op(*args, **given)
     except (RuntimeError, ValueError):
         if (mistake := mistake_in(operator, args, flags, unknown, tensors)) is not None:

@@ -166,8 +166,9 @@ class RotaryEmbedding(nn.Module):
             and q.shape[-1] == self.head_dim
             and places.get("cos", 0) is places.get("sin", 0) is places.get("inv_freq", 0) is None  # none is assigned
         ):  # the usual case, for which angles() would take 2.6 microseconds of a decode step
-            flags = self.attention_factor, self.interleaved, False, 0, False
-            return call("rotate_qk", (q, k, *made, positions, offset), flags, offset)
+            cos, sin, inv_freq = made
+            args = q, k, cos, sin, inv_freq, positions, offset
+            return call("rotate_qk", args, (self.attention_factor, self.interleaved, False, 0, False), offset)
         check_tensor("torch_rope.RotaryEmbedding", "q", q)
         if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
             advice = f"; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"
