@@ -137,9 +137,6 @@ void strides_of(const Tensor& t, rope_int* strides);
 void check(const RotateCall& call, bool writes);
 // Checks that the gradients of the results match q and k of a checked call, or are null too.
 void check_gradients(const RotateCall& call, const Tensor* const (&gradients)[2]);
-// Raises an IndexError if positions that follow from the offset alone are out of range. Those in a tensor are for the
-// back end to check, and so are those of tokens with slots, because a pad may have any position.
-void check_offset(const RotateCall& call, const RopeParams& p);
 // Raises an IndexError if a position is out of range. low and high are the smallest and largest element of positions,
 // without the offset.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);

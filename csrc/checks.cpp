@@ -472,10 +472,6 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
   return result;
 }
 
-void check_offset(const RotateCall& call, const RopeParams& p) {
-  if (!call.positions && !call.slots && p.batch && p.seq) check_position_range(call, p, 0, p.seq - 1);
-}
-
 // A position selects a row of a table by position. Without slots, it also selects a cell of the sequence's block. The
 // message spells a position out as position + offset, because the caller passes the two separately.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high) {

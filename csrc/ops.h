@@ -1,6 +1,6 @@
 // The operators, for any back end. They make a call of the arguments, check it, and allocate the results. A back end is
 // a struct with five functions, which get a call with real tensors, and its sizes, strides and addresses:
-//   static void check(const RotateCall&, const RopeParams&);
+//   static void check(const RotateCall&, const RotateArgs&);
 //     Raises an error for what the back end lacks, and for positions and slots whose tensors it can read. Optional. The
 //     other functions are not called if no tensor has an element.
 //   static void rotate(const RotateCall&, RotateArgs&);
@@ -8,7 +8,7 @@
 //     its side. Quantises it if `out` is quantised.
 //   static void norm_backward(const NormBackwardCall&, NormBackwardArgs&);
 //     Writes the gradients of q, k and both weights for a rotation with a norm.
-//   static void table_backward(const TableBackwardCall&, TableBackwardArgs&);
+//   static void table_backward(const TableBackwardCall&, const TableBackwardArgs&);
 //     Writes the gradients of cos and sin for a rotation without a norm.
 //   static void cos_sin(const CosSinCall&);
 //     Writes the tables of cos and sin for positions and frequencies.
@@ -86,7 +86,7 @@ inline std::string python_name(const c10::OperatorHandle& op) {
 struct AnyBackend {
   static constexpr bool is_fake = false;  // true: tensors have no memory, so nothing is computed
 
-  static void check(const RotateCall&, const RopeParams&) {}
+  static void check(const RotateCall&, const RotateArgs&) {}
   // Returns a new tensor with the sizes and strides of x, which is dense.
   static Tensor empty_strided_like(const Tensor& x) {
     return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
@@ -129,7 +129,7 @@ struct Ops {
     if constexpr (!Backend::is_fake) {
       const NormBackwardCall backward{call, {&q, &k}, {&q_weight_grad, &k_weight_grad}};
       NormBackwardArgs a = backward.args();
-      check_values(call, a.rotate.params);
+      check_values(call, a.rotate);
       is_empty(a.rotate.params) ? backward.zero() : Backend::norm_backward(backward, a);
     }
     return {std::move(q_grad), std::move(k_grad), std::move(q_weight_grad), std::move(k_weight_grad)};
@@ -172,13 +172,9 @@ struct Ops {
     if constexpr (!Backend::is_fake) {
       TableBackwardCall backward{call, {&q, pointer(k)}, cos_grad, sin_grad};
       const RotateArgs gradients = call.args();
-      check_values(call, gradients.params);
-      if (is_empty(gradients.params) || cos_grad.numel() == 0) {
-        backward.zero();
-      } else {
-        TableBackwardArgs a = backward.args(gradients);
-        Backend::table_backward(backward, a);
-      }
+      check_values(call, gradients);
+      const bool has_terms = !is_empty(gradients.params) && cos_grad.numel() != 0;
+      has_terms ? Backend::table_backward(backward, backward.args(gradients)) : backward.zero();
     }
     return {std::move(cos_grad), std::move(sin_grad)};
   }
@@ -232,17 +228,19 @@ struct Ops {
     run(call);
   }
 
-  // Raises an error for what the shapes of a call do not tell.
-  static void check_values(const RotateCall& call, const RopeParams& p) {
-    check_offset(call, p);
-    Backend::check(call, p);
+  // Raises an error for what the shapes of a call do not tell. Positions in a tensor are for the back end to check, and
+  // so are those of tokens with slots, because a pad may have any position.
+  static void check_values(const RotateCall& call, const RotateArgs& a) {
+    const RopeParams& p = a.params;
+    if (!call.positions && !call.slots && p.batch && p.seq) check_position_range(call, p, 0, p.seq - 1);
+    Backend::check(call, a);
   }
 
   // Runs a checked call.
   static void run(const RotateCall& call) {
     if constexpr (!Backend::is_fake) {
       RotateArgs a = call.args();
-      check_values(call, a.params);
+      check_values(call, a);
       if (!is_empty(a.params)) Backend::rotate(call, a);
     }
   }

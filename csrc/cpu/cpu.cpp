@@ -32,9 +32,8 @@ const Kernels& kernels() {
 namespace {
 
 // Returns a function (b, s) that reads positions or slots: int32 or int64, [batch, seq] with these strides.
-auto integers(const Tensor* t, const rope_int* strides) {
-  return [data = t ? t->const_data_ptr() : nullptr, wide = t && t->scalar_type() == at::kLong, strides](int64_t b,
-                                                                                                        int64_t s) {
+auto integers(const void* data, bool wide, const rope_int* strides) {
+  return [=](int64_t b, int64_t s) {
     const int64_t i = b * strides[0] + s * strides[1];
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   };
@@ -42,11 +41,12 @@ auto integers(const Tensor* t, const rope_int* strides) {
 
 // Raises IndexError if a position or a slot is out of range. Runs before anything is written. The position of a pad, a
 // token with a negative slot, may be any number.
-void check_ranges(const RotateCall& call, const RopeParams& p) {
+void check_ranges(const RotateCall& call, const RotateArgs& a) {
+  const RopeParams& p = a.params;
   const bool limited = position_range(p).limited;
-  if (!call.slots && !(limited && call.positions)) return;  // check_offset has checked them
-  const auto position_at = integers(call.positions ? &*call.positions : nullptr, p.positions),
-             slot_at = integers(call.slots, p.slots);
+  if (!call.slots && !(limited && call.positions)) return;  // the others are checked already
+  const auto position_at = integers(a.positions, a.wide_positions, p.positions),
+             slot_at = integers(a.slots, a.wide_slots, p.slots);
   const bool shared = !call.slots && p.positions[0] == 0;  // all sequences have the positions of the first one
   int64_t low = INT64_MAX, high = INT64_MIN, last_slot = -1;
   for (int64_t b = 0; b < (shared ? 1 : p.batch); b++) {
@@ -66,10 +66,12 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
 
 // Raises IndexError if two tokens write one cell: which of them stays would be chance. Runs after check_ranges, before
 // anything is written.
-void check_cells(const RotateCall& call, const RopeParams& p) {
+void check_cells(const RotateCall& call, const RotateArgs& a) {
+  const RopeParams& p = a.params;
   if (!p.has_cache || !(call.slots ? p.batch * p.seq > 1 : call.positions && p.seq > 1)) return;
   const rope_int* const strides = call.slots ? p.slots : p.positions;
-  const auto given = integers(call.slots ? call.slots : &*call.positions, strides);
+  const auto given =
+      call.slots ? integers(a.slots, a.wide_slots, strides) : integers(a.positions, a.wide_positions, strides);
   // Without slots, all sequences may share the positions of the first one; each has a block of its own.
   const int64_t sequences = !call.slots && strides[0] == 0 ? 1 : p.batch;
   const auto is_written = [&](int64_t cell) { return !call.slots || cell >= 0; };
@@ -102,24 +104,20 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
 constexpr int64_t kGrain = 32768;  // the least number of elements that is worth a thread of its own
 constexpr size_t kLine = 64;       // bytes of a cache line
 
-// Runs body(begin, end, scratch) over the items [0, n) on torch's threads. Each thread has scratch of its own.
-template <typename F>
-void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) {
+// Runs a kernel over the items [0, n) on torch's threads. Each thread has scratch of its own.
+template <typename Args>
+void parallel(int64_t n, int64_t work_per_item, const Kernel<Args>& kernel, const Args& args) {
+  const size_t scratch_bytes = kernel.scratch_bytes(args);
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work_per_item));
   const auto run = [&](int64_t begin, int64_t end) {
     // Scratch begins at a cache line, so that no whole vector in it straddles two lines.
     alignas(kLine) char small[8192];  // enough for one token with a usual head_dim
-    if (scratch_bytes <= sizeof small) return body(begin, end, small);
+    if (scratch_bytes <= sizeof small) return kernel.run(args, begin, end, small);
     const std::unique_ptr<char[]> large(new char[scratch_bytes + kLine]);
-    body(begin, end, large.get() + (kLine - reinterpret_cast<uintptr_t>(large.get()) % kLine) % kLine);
+    kernel.run(args, begin, end, large.get() + (kLine - reinterpret_cast<uintptr_t>(large.get()) % kLine) % kLine);
   };
   if (n <= grain) return run(0, n);  // at::parallel_for would cost a decode step more than its work
   at::parallel_for(0, n, grain, run);
-}
-template <typename Args>
-void parallel(int64_t n, int64_t work_per_item, const Kernel<Args>& kernel, const Args& args) {
-  parallel(n, work_per_item, kernel.scratch_bytes(args),
-           [&](int64_t begin, int64_t end, void* scratch) { kernel.run(args, begin, end, scratch); });
 }
 
 // Returns the number of elements of q, k and v that belong to a token.
@@ -140,10 +138,10 @@ struct Cpu : AnyBackend {
     return at::detail::empty_strided_cpu(x.sizes(), x.strides(), x.options());
   }
 
-  static void check(const RotateCall& call, const RopeParams& p) {
-    if (is_empty(p)) return;
-    check_ranges(call, p);
-    check_cells(call, p);
+  static void check(const RotateCall& call, const RotateArgs& a) {
+    if (is_empty(a.params)) return;
+    check_ranges(call, a);
+    check_cells(call, a);
   }
 
   static void rotate(const RotateCall&, const RotateArgs& a) {
@@ -173,7 +171,7 @@ struct Cpu : AnyBackend {
     const Tensor sums = at::empty({slices, weights}, q_grad.options().dtype(at::kDouble));
     double* const sum = n.sums = sums.mutable_data_ptr<double>();
     parallel(slices, n.slice * of_token, kernels().norm_backward, n);
-    parallel(weights, slices, 0, [&](int64_t begin, int64_t end, void*) {
+    at::parallel_for(0, weights, std::max<int64_t>(1, kGrain / slices), [&](int64_t begin, int64_t end) {
       for (int64_t i = 1; i < slices; i++) {
         for (int64_t d = begin; d < end; d++) sum[d] += sum[i * weights + d];
       }

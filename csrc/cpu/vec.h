@@ -227,15 +227,9 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline Doubles fma(Doubles a, Doubles b, Doubles c) {
-#if defined(ROPE_AVX512)
-  return Doubles(f64v(_mm512_fmadd_pd(__m512d(a.v), __m512d(b.v), __m512d(c.v))));
-#elif defined(ROPE_AVX2)
-  return Doubles(f64v(_mm256_fmadd_pd(__m256d(a.v), __m256d(b.v), __m256d(c.v))));
-#else
+inline Doubles fma(Doubles a, Doubles b, Doubles c) {  // compilers find the instruction, if there is one
   for (int64_t i = 0; i < Doubles::size; i++) a.v[i] = __builtin_fma(a.v[i], b.v[i], c.v[i]);
   return a;
-#endif
 }
 
 // Returns the sum of all n lanes: adds the upper half of the lanes to the lower half, until one number is left.

@@ -61,8 +61,8 @@ struct Device {
 
 struct Cuda : AnyBackend {
   // The kernel asserts positions and slots: to read them here would wait for the GPU.
-  static void check(const RotateCall& call, const RopeParams& p) {
-    const rope_int head_dim = std::max(p.sides[kQ].head_dim, p.sides[kV].head_dim);
+  static void check(const RotateCall& call, const RotateArgs& a) {
+    const rope_int head_dim = std::max(a.params.sides[kQ].head_dim, a.params.sides[kV].head_dim);
     TORCH_CHECK_NOT_IMPLEMENTED(head_dim <= INT_MAX, call.op, ": head_dim is ", head_dim, " but must be at most ",
                                 INT_MAX, " on CUDA");
   }

@@ -211,8 +211,8 @@ void encode(std::initializer_list<const Launch*> launches) {
 }
 
 struct Mps : AnyBackend {
-  static void check(const RotateCall& call, const RopeParams& p) {
-    if (!is_empty(p)) check_types(call);
+  static void check(const RotateCall& call, const RotateArgs& a) {
+    if (!is_empty(a.params)) check_types(call);
   }
 
   static void rotate(const RotateCall& call, RotateArgs& a) {
