@@ -106,7 +106,9 @@ def test_a_function_calls_something_else_in_a_copy(function):
     assert new(3) == CALLS[function](3) and new._torch_rope == ("turn is negative",)
     assert function(3) == before and not hasattr(function, "_torch_rope")
     assert renamed(function, find)(3) == CALLS[function](3)
-    assert all(name.startswith("_torch_rope_") for name in set(globals()) - names)
+    assert {name[:12] for name in set(globals()) ^ names} == {"_torch_rope_"}
+    del new
+    assert set(globals()) == names
 
 
 def test_a_copy_is_the_same_but_for_the_name():

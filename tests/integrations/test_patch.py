@@ -1,8 +1,10 @@
 """Tests of what patch changes in a model of each library, what it leaves alone, and how it is undone."""
 
 import copy
+import gc
 import pickle
 import re
+import sys
 
 import pytest
 import torch
@@ -79,6 +81,32 @@ def test_patch_and_undo_change_only_this_model(library, make, arguments, rotatio
         patch(copied)
     patched.undo()  # does nothing more
     assert patch(model) is not patched
+
+
+class Refused(nn.Module):
+    def apply_rotary(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "library, make, arguments, rotations", [case[:4] for case in LIBRARIES.values()], ids=LIBRARIES
+)
+def test_modules_hold_no_names_of_models_that_are_not_patched(library, make, arguments, rotations):
+    """The classes of processors are freed by the garbage collector alone."""
+
+    def names():
+        gc.collect()
+        return {(m, name) for m, module in [*sys.modules.items()] for name in vars(module) if "_torch_rope_" in name}
+
+    before, model, other = names(), make(), make()
+    patched, (calls, _) = library.patch(model), results(other, arguments())
+    with library.patch(other):
+        patched.undo()
+        assert names() > before and (calls, results(other, arguments())[0]) == (0, rotations)
+    for options in ({}, {"fuse": True}):
+        with pytest.raises(NotImplementedError, match="must call a rotary function"):
+            library.patch(nn.ModuleDict({"served": model, "refused": Refused()}), **options)
+    assert names() == before
 
 
 def test_patch_again_patches_what_is_new_and_undo_restores_what_is_still_ours():

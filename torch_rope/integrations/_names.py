@@ -2,7 +2,7 @@
 
 A code object knows the globals that it loads by their names. So a copy of the code that has another name in the same
 place calls what the module holds under that name, and everything else is kept: globals, closure, ``super()``, lines and
-breakpoints. No source is needed.
+breakpoints. No source is needed. The module holds the name as long as the copy of the code exists.
 """
 
 import dis
@@ -11,10 +11,12 @@ import importlib.util
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 
 # find(name, function) returns what takes the place of a function that is called by a name, or None.
 Find = Callable[[str, types.FunctionType], Callable | None]
+_numbers = itertools.count()  # of the names that modules hold
 
 
 def nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -59,25 +61,24 @@ def _renamed(function: types.FunctionType, find: Find, known: dict) -> types.Fun
     inner = getattr(function, "__wrapped__", None)
     if isinstance(inner, types.FunctionType):
         return _decorated(function, inner, renamed(inner, find, known))
-    names, codes, found = {}, {}, []
+    names, codes = {}, {}  # what is called, by its name or its code, and the namespace that gets another name for it
     for name, value, home in _functions(function):
         new = find(name, value)
         if new is None and value.__module__ == function.__module__ and value is not function:
             new = renamed(value, find, known)
         if new is not None and new is not value:
-            found += getattr(new, "_torch_rope", ())
-            names[name] = _install(home, name, new)
+            names[name] = home, new
     _, *inside = nested(function.__code__)
     for code in inside:
         if (new := find(code.co_name, made_inside(function, code))) is not None:
             if code.co_freevars:
                 raise NotImplementedError(f"defines {code.co_name}, which needs names of the function around it")
-            found += getattr(new, "_torch_rope", ())
-            codes[code] = _call_of(_install(function.__globals__, code.co_name, new), code)
+            codes[code] = function.__globals__, new
     if not names and not codes:
         return function
     result = copy_of(function, _replaced(function.__code__, names, codes), function.__closure__)
-    result._torch_rope = tuple(dict.fromkeys(found))
+    called = [new for _, new in (*names.values(), *codes.values())]
+    result._torch_rope = tuple(dict.fromkeys(c for new in called for c in getattr(new, "_torch_rope", ())))
     return result
 
 
@@ -124,28 +125,28 @@ def made_inside(function: types.FunctionType, code: types.CodeType) -> types.Fun
     return types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
 
 
-def _install(home: dict, name: str, value: Callable) -> str:
-    """Puts a function into a module under a name that no other function has, and returns that name."""
-    names = (f"_torch_rope_{name}_{n}" for n in itertools.count())
-    return next(new for new in names if home.setdefault(new, value) is value)
+def _call(*args, **kwargs):
+    """Stands where code defines a function that is replaced."""
+    return replacement(*args, **kwargs)  # noqa: F821  a copy of the code has another name
 
 
-def _call_of(name: str, code: types.CodeType) -> types.CodeType:
-    """Returns the code of a function that calls the global of this name, to stand where this code defines a function."""
-
-    def call(*args, **kwargs):
-        return _torch_rope(*args, **kwargs)  # noqa: F821  the name is replaced below
-
-    of_code = {name: getattr(code, name) for name in ("co_name", "co_firstlineno", "co_filename")}
-    return call.__code__.replace(co_names=(name,), **of_code)
-
-
-def _replaced(code: types.CodeType, names: dict[str, str], codes: dict) -> types.CodeType:
-    """Returns code in which globals have other names, and functions that it defines have other code."""
+def _replaced(code: types.CodeType, names: dict[str, tuple], codes: dict[types.CodeType, tuple]) -> types.CodeType:
+    """Returns code in which globals have other names, and functions that it defines have other code, see _renamed."""
     if code in codes:
-        return codes[code]
+        of_code = {name: getattr(code, name) for name in ("co_name", "co_firstlineno", "co_filename")}
+        return _loading(_call.__code__.replace(**of_code), {"replacement": codes[code]})
     for i in dis.get_instructions(code) if set(names) & set(code.co_names) else ():
         if i.argval in names and i.opname not in ("LOAD_GLOBAL", "IMPORT_FROM") and "FAST" not in i.opname:
             raise NotImplementedError(f"uses the name {i.argval} in {i.opname}, and so cannot call it by another name")
     constants = [_replaced(c, names, codes) if isinstance(c, types.CodeType) else c for c in code.co_consts]
-    return code.replace(co_names=tuple(names.get(n, n) for n in code.co_names), co_consts=tuple(constants))
+    return _loading(code.replace(co_consts=tuple(constants)), names)
+
+
+def _loading(code: types.CodeType, names: dict[str, tuple]) -> types.CodeType:
+    """Returns a copy of code with names that no other code has. The namespaces hold them as long as the copy exists."""
+    new = {name: f"_torch_rope_{name}_{next(_numbers)}" for name in code.co_names if name in names}
+    copied = code.replace(co_names=tuple(new.get(name, name) for name in code.co_names))
+    for name, (home, value) in ((new[name], names[name]) for name in new):
+        home[name] = value
+        weakref.finalize(copied, home.pop, name, None).atexit = False
+    return copied

@@ -12,7 +12,7 @@ from ..._mistakes import named
 from .._angles import of_diffusers
 from .._patch import Library, Patch, packages_of, patch_model, register
 from .conventions import CONVENTIONS, TEXTS
-from .fuse import fuse as _fuse
+from .fuse import fuser
 
 __all__ = ["Patch", "patch", "register"]
 
@@ -55,7 +55,7 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
         parts = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         encoders = {name: part for name, part in parts.items() if "transformers" in packages_of(part)}
         modules = nn.ModuleDict({name: part for name, part in parts.items() if name not in encoders})
-    patched = patch_model(LIBRARY, modules, options, _fuse if fuse else None, angles, model)
+    patched = patch_model(LIBRARY, modules, options, fuser() if fuse else None, angles, model)
     ours = [r.path for r in patched.left()]
     left = _left_as_they_are(modules, ours, "its formula is written out, in no function that torch_rope could replace")
     left += _left_as_they_are(nn.ModuleDict(encoders), [], "torch_rope.integrations.transformers has a patch for it")

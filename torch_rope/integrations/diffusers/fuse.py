@@ -17,6 +17,7 @@ from ..._ops import ops
 from .._conventions import Sample
 from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, small_linear, unknown, untried
 from .._names import copy_of
+from .._patch import Fuse
 from .._rotary import Rotary
 
 # The last arguments of the processors of Wan and Flux, in which shape they are tables [seq, head_dim], and what follows
@@ -36,7 +37,6 @@ _WORDS = """
 """
 
 
-@functools.lru_cache(16)  # torch.compile compiles once for all layers with the same method
 def _fused(own: Callable, norm: Norm, rotary: Rotary, others: Callable) -> Callable:
     """Returns a processor's method that fuses a norm of q and of k. Its own method computes in every other case."""
     of_file = own.__globals__
@@ -70,7 +70,12 @@ def _fused(own: Callable, norm: Norm, rotary: Rotary, others: Callable) -> Calla
     return call
 
 
-def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
+def fuser() -> Fuse:
+    """Returns a function that finds the methods of one model. torch.compile compiles once for all layers with the same."""
+    return functools.partial(_fuse, functools.cache(_fused))
+
+
+def _fuse(fused, module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
     """Returns what takes the place of a processor's method that rotates, and what it fuses, or why nothing is."""
     form, others_of = _TABLES.get([*inspect.signature(function).parameters][-1], (None, None))
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary)]
@@ -86,7 +91,7 @@ def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Call
     how = norm, rotaries[0], others_of
     if why := undisturbed(disagreement, _trial_of, module, owner, new, form, how):
         return new, why
-    call = _fused(new, *how)
+    call = fused(new, *how)
     call._torch_rope = new._torch_rope
     return call, "norm_q, norm_k and the rotation"
 
@@ -116,4 +121,4 @@ def _trial_of(attn: nn.Module, processor: Any, new: Callable, form: Callable, ho
 
     names = new.__globals__ | {"dispatch_attention_fn": witness}
     own, other = (copy_of(f, f.__code__, f.__closure__, names) for f in (new, untried))
-    return outcome, own, _fused.__wrapped__(other, *how), [*product((1, 2), (1, 8), (False, True))]
+    return outcome, own, _fused(other, *how), [*product((1, 2), (1, 8), (False, True))]
