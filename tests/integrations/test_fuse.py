@@ -19,6 +19,7 @@ transformers = needed("transformers")
 
 from transformers.models.qwen3 import modeling_qwen3  # noqa: E402
 
+from torch_rope.integrations import _patch  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
@@ -192,6 +193,19 @@ def test_a_patched_model_has_one_program_for_all_lengths(options):
             compiled(text := tokens(batch, seq))
             assert difference(program(text).logits, model(text).logits) == 0
     assert graphs == [1, 1]
+
+
+def test_roundings_are_tried_when_a_layer_first_needs_them(monkeypatch):
+    """Here in a forward that is compiled, and has the bits of the unpatched model, because autocast is not fused."""
+    monkeypatch.setattr(_patch, "_found", {})
+    stock, model, graphs = make("qwen3"), make("qwen3"), []
+    assert "; fused: " in str(patch(model, fuse=True))
+    [rotary] = _patch._found.values()
+    assert rotary._roundings is None
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counting(graphs))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(compiled(tokens()).logits, stock(tokens()).logits) and rotary._roundings and graphs == [2]
 
 
 # ---- which layers are kept apart ----

@@ -218,6 +218,9 @@ class _Search:
                     )
                 fused, note = self.fuse(module, owner, name, function, new)
                 note = f"{'kept apart, because' if fused is new else 'fused:'} {note}" if note else ""
+                for called in fused._torch_rope:
+                    if isinstance(called, Rotary):
+                        called.find_roundings()  # now, and not in a call that may be captured
                 yield name, fused, (*fused._torch_rope, *filter(None, [note]))
             elif re.match("_?apply_(rotary|rope)", name):
                 raise self._refused(where, "must call a rotary function that can be replaced but does not")

@@ -8,6 +8,7 @@ library's table lists.
 """
 
 import contextlib
+import copy
 import dis
 import hashlib
 import inspect
@@ -82,7 +83,7 @@ class Rotary:
     """A rotary function that follows one of the conventions of its library, and computes with torch_rope.
 
     ``str()`` says what was found out. texts has the known texts of functions with branches, see :func:`text_of`; rounding
-    is that of the functions patch.
+    is that of the functions patch. How the function rounds is found out when that is needed first.
 
     Raises NotImplementedError if the function follows no convention, or branches in a text that is not known.
     """
@@ -91,25 +92,34 @@ class Rotary:
         self.function, self.name, self._once = function, name, rounding == "once"
         parameters = inspect.signature(function).parameters.values()
         self._defaults = {p.name: p.default for p in parameters if p.kind != p.VAR_KEYWORD}
+        self._how, self._in_trial = _recognised(function, texts), False
+        self._forget()
+        self.convention, self._pairings = self._tried(Rotary._find, conventions)
+
+    def _forget(self) -> None:
+        """Leaves nothing of what was found out but the convention."""
         self._last: tuple | None = None  # the tables of the last call, and what was made of them
-        self._roundings: dict[tuple, Rounding] = {}
+        self._roundings: dict[tuple, Rounding] | None = None  # how the function rounds, once it is known
+        self._remarks = ""  # about bits
         self._checked: dict[tuple, bool] = {}  # whether the last tables of a form are those of a rotation
         self._has_warned = False  # that tables are those of no rotation
-        self._in_trial = True
-        how = _recognised(function, texts)
-        pairings, remarks = undisturbed(lambda: (self._find(conventions), self._find_roundings()))
-        self._checked.clear()
-        self._in_trial = False
-        does = ", ".join(filter(None, [pairings, self.convention.says, remarks]))
-        operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
-        self._says = f"{name} is torch.ops.rope.{operator}, {does} ({how})"
-        self._torch_rope = (self,)  # what is called, as _names.renamed tells it of functions
-
-    def __str__(self) -> str:
-        return self._says
 
     def rounded_once(self) -> "Rotary":
-        return Rotary(self.function, self.name, [self.convention], {text_of(self.function)}, "once")
+        """Returns a Rotary of the same function that rounds once, at the end."""
+        new = copy.copy(self)
+        new._once = True
+        new._forget()
+        return new
+
+    def __str__(self) -> str:
+        operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
+        self.find_roundings()
+        does = ", ".join(filter(None, [self._pairings, self.convention.says, self._remarks]))
+        return f"{self.name} is torch.ops.rope.{operator}, {does} ({self._how})"
+
+    @property
+    def _torch_rope(self) -> tuple:
+        return (self,)  # what is called, as _names.renamed tells it of functions
 
     # ---- computing ----
 
@@ -158,6 +168,7 @@ class Rotary:
         if (cos.requires_grad and torch.is_grad_enabled() and not self._once) or not self._are_of_a_rotation(reading):
             return None
         kind = xs[0].dtype, cos.dtype, reading.form, reading.interleaved
+        self.find_roundings()
         rounding = self._roundings.get(kind) or Rounding.once(*kind[:2])
         flags: dict[str, Any] = {name: True for name in ("interleaved", "inverse") if getattr(reading, name)}
         if reading.last_channels:
@@ -192,6 +203,19 @@ class Rotary:
         return self._checked.get(key, True)
 
     # ---- finding out what it computes ----
+
+    @torch.compiler.assume_constant_result  # compiled code calls it, and does not trace it
+    def find_roundings(self) -> None:
+        """Finds out how the function rounds, in every dtype, unless that is known."""
+        if self._roundings is None:
+            self._remarks, self._roundings = self._tried(Rotary._find_roundings)
+
+    def _tried(self, find: Callable, *args: Any) -> Any:
+        """Returns what a method finds in a trial: no mode of the caller reaches it, and no call of another thread sees it."""
+        trial = copy.copy(self)
+        trial._forget()
+        trial._in_trial, trial._roundings = True, {}
+        return undisturbed(find, trial, *args)
 
     def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8) -> Iterator[tuple]:
         """Yields what decides how the function rounds, random arguments of these dtypes that it takes, and its outcome."""
@@ -229,8 +253,8 @@ class Rotary:
         strides, others = ([g.stride() for g in gradients] for _, gradients in (actual, expected))
         return [*map(_same, actual, expected), strides == others, False].index(False) + _CLOSE
 
-    def _find(self, conventions: Sequence[Convention]) -> str:
-        """Finds the convention that the function follows. Returns its pairings, in words."""
+    def _find(self, conventions: Sequence[Convention]) -> tuple[Convention, str]:
+        """Returns the convention that the function follows, and its pairings, in words."""
         best: list[tuple] = []
         for self.convention in conventions:
             samples = [*self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3)))]
@@ -241,11 +265,11 @@ class Rotary:
             raise NotImplementedError(
                 "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
             )
-        self.convention, pairings = found, dict.fromkeys(kind[-1] for kind, *_ in best)
-        return " or ".join("interleaved" if interleaved else "half-split" for interleaved in pairings)
+        pairings = dict.fromkeys(kind[-1] for kind, *_ in best)
+        return found, " or ".join("interleaved" if interleaved else "half-split" for interleaved in pairings)
 
-    def _find_roundings(self) -> str:
-        """Finds how the function rounds, in every dtype. Returns remarks about bits that torch_rope does not have."""
+    def _find_roundings(self) -> tuple[str, dict[tuple, Rounding]]:
+        """Returns remarks about bits that torch_rope does not have, and how the function rounds, in every dtype."""
         groups: dict[tuple, list] = {}
         for dtypes in product(DTYPES, (*DTYPES, torch.float64)):
             for kind, *sample in self._samples(dtypes):
@@ -259,13 +283,13 @@ class Rotary:
                 dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
                 remarks.setdefault(remark, []).append("{} with tables of {}".format(*dtypes))
         if self._once:
-            return "rounded once"
+            return "rounded once", self._roundings
         parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
         sizes = (2, 5, 3), (1, 70, 2)
         few = (sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs))
         if forms := dict.fromkeys(kind[2] for kind, *sample in few if self._agreement(*sample) < _BITS):
             parts.append(f"with other bits of {' and '.join(forms)} if rotary_dim is not a multiple of 16")
-        return ", ".join(parts)
+        return ", ".join(parts), self._roundings
 
     def _find_rounding(self, kind: tuple, samples: list, policies: list) -> str:
         """Finds how the function rounds samples of one kind. Returns a remark."""

@@ -197,14 +197,14 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> t
     if norms and isinstance(norm := norm_of(norms), str):
         return new, norm
     once = rotaries[0].rounded_once()
-    if why := undisturbed(disagreement, _trial_of, module, inspect.unwrap(new), once, norm):
+    if why := undisturbed(disagreement, _trial_of, module, inner, once, norm):
         return new, why
     note = "q_norm, k_norm and " * bool(norms) + "the rotation"
     note += "; with the write into a StaticCache" * bool(cache)
     return _forward_of(new, inner, state, once, norm, CACHES), note
 
 
-def _trial_of(module: nn.Module, new: Callable, rotary: Rotary, norm: Norm | None) -> tuple:
+def _trial_of(module: nn.Module, inner: Callable, rotary: Rotary, norm: Norm | None) -> tuple:
     """Returns what disagreement needs, for a layer like a module, with small projections and numbers that show."""
     head_dim, hidden, config, given = module.head_dim, 16, copy.copy(module.config), []
     sample = Sample(2, 8, 1, head_dim, head_dim // 2, torch.float32, torch.float32)
@@ -239,7 +239,7 @@ def _trial_of(module: nn.Module, new: Callable, rotary: Rotary, norm: Norm | Non
         others = [mask if masked else None, *[witness] * cached]
         return forward(layer, of_tokens[0], tuple(of_tokens[1:]), *others, another=mask), [*given]
 
-    own = copy_of(new, new.__code__, new.__closure__, new.__globals__ | {"ALL_ATTENTION_FUNCTIONS": witness})
+    own = copy_of(inner, inner.__code__, inner.__closure__, inner.__globals__ | {"ALL_ATTENTION_FUNCTIONS": witness})
     fused = _forward_of(untried, own, _state_of(layer, said(own)), rotary, norm, (type(None), SimpleNamespace))
     both, has_cache = (False, True), bool(_name_of_cache(own))
     return outcome, own, fused, [*product(both, (1, 2), (1, 8), both, (False, has_cache))]
