@@ -92,10 +92,10 @@ class Replaced:
     attribute: str  # the module's attribute that holds the method or processor
     now: Any
     before: Any  # None if the module itself had no such attribute
-    calls: tuple  # what is called in it: a Rotary, or a text
+    calls: tuple[str, ...]  # what is called in it, in words
 
     @classmethod
-    def method(cls, path: str, module: nn.Module, name: str, function: Callable, calls: tuple) -> "Replaced":
+    def method(cls, path: str, module: nn.Module, name: str, function: Callable, calls: tuple[str, ...]) -> "Replaced":
         attribute = _attribute_of(module, name)
         return cls(path, module, attribute, types.MethodType(function, module), vars(module).get(attribute), calls)
 
@@ -127,7 +127,7 @@ class Replaced:
         method = isinstance(self.now, types.MethodType)
         path = f"{self.path}.{self.now.__name__ if method else self.attribute}".lstrip(".")
         path, owner = re.sub(r"\b\d+\b", "*", path), type(self.module if method else self.now).__name__
-        return f"{path} of %d {owner}: {'; '.join(map(str, self.calls))}"
+        return f"{path} of %d {owner}: {'; '.join(self.calls)}"
 
 
 def _attribute_of(module: Any, method: str) -> str:
@@ -218,10 +218,8 @@ class _Search:
                     )
                 fused, note = self.fuse(module, owner, name, function, new)
                 note = f"{'kept apart, because' if fused is new else 'fused:'} {note}" if note else ""
-                for called in fused._torch_rope:
-                    if isinstance(called, Rotary):
-                        called.find_roundings()  # now, and not in a call that may be captured
-                yield name, fused, (*fused._torch_rope, *filter(None, [note]))
+                # The text of a Rotary says how it rounds, which so is tried now, and not in a forward.
+                yield name, fused, (*map(str, fused._torch_rope), *filter(None, [note]))
             elif re.match("_?apply_(rotary|rope)", name):
                 raise self._refused(where, "must call a rotary function that can be replaced but does not")
             elif "super" in inspect.unwrap(function).__code__.co_names and [*map(self._tried, inherited)] != inherited:

@@ -92,34 +92,24 @@ class Rotary:
         self.function, self.name, self._once = function, name, rounding == "once"
         parameters = inspect.signature(function).parameters.values()
         self._defaults = {p.name: p.default for p in parameters if p.kind != p.VAR_KEYWORD}
-        self._how, self._in_trial = _recognised(function, texts), False
-        self._forget()
-        self.convention, self._pairings = self._tried(Rotary._find, conventions)
-
-    def _forget(self) -> None:
-        """Leaves nothing of what was found out but the convention."""
         self._last: tuple | None = None  # the tables of the last call, and what was made of them
         self._roundings: dict[tuple, Rounding] | None = None  # how the function rounds, once it is known
-        self._remarks = ""  # about bits
         self._checked: dict[tuple, bool] = {}  # whether the last tables of a form are those of a rotation
-        self._has_warned = False  # that tables are those of no rotation
-
-    def rounded_once(self) -> "Rotary":
-        """Returns a Rotary of the same function that rounds once, at the end."""
-        new = copy.copy(self)
-        new._once = True
-        new._forget()
-        return new
+        self._has_warned = self._in_trial = False  # warned that tables are those of no rotation
+        how = _recognised(function, texts)
+        self.convention, pairings = self._tried(Rotary._find, conventions)
+        operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
+        does = ", ".join(filter(None, [pairings, self.convention.says]))
+        # {} takes the remarks about bits.
+        self._says = f"{name} is torch.ops.rope.{operator}, {does}{{}} ({how})"
+        self._torch_rope = (self,)  # what is called, as _names.renamed tells it of functions
 
     def __str__(self) -> str:
-        operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
         self.find_roundings()
-        does = ", ".join(filter(None, [self._pairings, self.convention.says, self._remarks]))
-        return f"{self.name} is torch.ops.rope.{operator}, {does} ({self._how})"
+        return self._says.format(self._remarks)
 
-    @property
-    def _torch_rope(self) -> tuple:
-        return (self,)  # what is called, as _names.renamed tells it of functions
+    def rounded_once(self) -> "Rotary":
+        return Rotary(self.function, self.name, [self.convention], {text_of(self.function)}, "once")
 
     # ---- computing ----
 
@@ -213,8 +203,7 @@ class Rotary:
     def _tried(self, find: Callable, *args: Any) -> Any:
         """Returns what a method finds in a trial: no mode of the caller reaches it, and no call of another thread sees it."""
         trial = copy.copy(self)
-        trial._forget()
-        trial._in_trial, trial._roundings = True, {}
+        trial._in_trial, trial._roundings, trial._checked = True, {}, {}
         return undisturbed(find, trial, *args)
 
     def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8) -> Iterator[tuple]:
@@ -283,13 +272,13 @@ class Rotary:
                 dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
                 remarks.setdefault(remark, []).append("{} with tables of {}".format(*dtypes))
         if self._once:
-            return "rounded once", self._roundings
-        parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
+            return ", rounded once", self._roundings
+        parts = [f", {remark} for {' and '.join(of)}" for remark, of in remarks.items()]
         sizes = (2, 5, 3), (1, 70, 2)
         few = (sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs))
         if forms := dict.fromkeys(kind[2] for kind, *sample in few if self._agreement(*sample) < _BITS):
-            parts.append(f"with other bits of {' and '.join(forms)} if rotary_dim is not a multiple of 16")
-        return ", ".join(parts), self._roundings
+            parts.append(f", with other bits of {' and '.join(forms)} if rotary_dim is not a multiple of 16")
+        return "".join(parts), self._roundings
 
     def _find_rounding(self, kind: tuple, samples: list, policies: list) -> str:
         """Finds how the function rounds samples of one kind. Returns a remark."""
