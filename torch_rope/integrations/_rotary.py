@@ -97,7 +97,7 @@ class Rotary:
         self._checked: dict[tuple, bool] = {}  # whether the last tables of a form are those of a rotation
         self._has_warned = self._in_trial = False  # warned that tables are those of no rotation
         how = _recognised(function, texts)
-        self.convention, pairings = self._tried(Rotary._find, conventions)
+        self.convention, pairings = self._by_trial(Rotary._find, conventions)
         operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
         does = ", ".join(filter(None, [pairings, self.convention.says]))
         # {} takes the remarks about bits.
@@ -198,9 +198,9 @@ class Rotary:
     def find_roundings(self) -> None:
         """Finds out how the function rounds, in every dtype, unless that is known."""
         if self._roundings is None:
-            self._remarks, self._roundings = self._tried(Rotary._find_roundings)
+            self._remarks, self._roundings = self._by_trial(Rotary._find_roundings)
 
-    def _tried(self, find: Callable, *args: Any) -> Any:
+    def _by_trial(self, find: Callable, *args: Any) -> Any:
         """Returns what a method finds in a trial: no mode of the caller reaches it, and no call of another thread sees it."""
         trial = copy.copy(self)
         trial._in_trial, trial._roundings, trial._checked = True, {}, {}

@@ -30,23 +30,13 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
     """Makes a model or pipeline of diffusers rotate q and k with torch_rope, for inference and training.
 
     Weights, hooks, adapters and tables are not touched. The rest is as in
-    :func:`torch_rope.integrations.transformers.patch`: the Patch, the copies of a model, and the warning.
+    :func:`torch_rope.integrations.transformers.patch`: rounding, exact_angles, the Patch, the copies of a model, the errors
+    and the warning.
 
     Args:
         model: a model of diffusers, any module that contains one, or a pipeline with all its models.
-        rounding: "eager" keeps the bits of the unpatched model's results and gradients, on a CPU without
-            ``torch.compile``. The Patch lists the functions whose bits differ. "once" rounds once, at the end.
         fuse: also computes the RMS norms of q and k in the operator that rotates them, where a layer allows it. Results
             differ in their last bits.
-        exact_angles: also makes the rotary modules compute in float64. The Patch lists the modules that do not.
-
-    Returns:
-        A :class:`Patch`, which lists what calls torch_rope now, and whose ``undo()`` or ``with`` block restores the model.
-
-    Raises:
-        TypeError: model is neither a module nor a pipeline.
-        NotImplementedError: the model rotates in a way that torch_rope does not support; :func:`register` can help.
-        ValueError: nothing in the model rotates, or it is patched in another way. After an error it is unchanged.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
     angles = of_diffusers if exact_angles else None
