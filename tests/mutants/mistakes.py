@@ -254,7 +254,7 @@ PYTHON = [
     ("patch: a decorator keeps the old method", "integrations/_names.py", "types.CellType(new) if c.cell_contents is inner", "types.CellType(inner) if c.cell_contents is inner", "integrations/test_names"),
     ("patch: attributes get another name too", "integrations/_names.py", "if i.argval in names and i.opname not in", "if False and i.opname not in", "integrations/test_names"),
     ("patch: two functions get one name", "integrations/_names.py", "_{next(_numbers)}", "", "integrations/test_names"),
-    ("patch: undo leaves names in modules", "integrations/_names.py", "weakref.finalize(copied, home.pop, name, None).atexit = False", "pass", "integrations/test_names"),
+    ("patch: undo leaves names in modules", "integrations/_names.py", "weakref.finalize(code, home.pop, name, None).atexit = False", "pass", "integrations/test_names"),
     ("patch: a replica computes with the weights of the original", "integrations/_patch.py", "vars(replica)[name] = types.MethodType(value.__func__, replica)", "pass", "integrations/test_patch"),
     ("patch: the hooks of accelerate are overwritten", "integrations/_patch.py", "return \"_old_forward\" if method == \"forward\" and", "return \"_old_forward\" if False and", "integrations/test_transformers"),
     ("patch: undo restores a processor that was replaced since", "integrations/_patch.py", "if (held := self.holder()) is None:", "if (held := self.holder() or (vars(self.module), self.attribute)) is None:", "integrations/test_patch"),

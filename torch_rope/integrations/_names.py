@@ -131,22 +131,21 @@ def _call(*args, **kwargs):
 
 
 def _replaced(code: types.CodeType, names: dict[str, tuple], codes: dict[types.CodeType, tuple]) -> types.CodeType:
-    """Returns code in which globals have other names, and functions that it defines have other code, see _renamed."""
+    """Returns code in which globals have other names, and functions that it defines have other code, see _renamed.
+
+    No other code has these names, and the namespaces hold them as long as this code exists.
+    """
     if code in codes:
         of_code = {name: getattr(code, name) for name in ("co_name", "co_firstlineno", "co_filename")}
-        return _loading(_call.__code__.replace(**of_code), {"replacement": codes[code]})
-    for i in dis.get_instructions(code) if set(names) & set(code.co_names) else ():
+        code, names = _call.__code__.replace(**of_code), {"replacement": codes[code]}
+    new = {name: f"_torch_rope_{name}_{next(_numbers)}" for name in code.co_names if name in names}
+    for i in dis.get_instructions(code) if new else ():
         if i.argval in names and i.opname not in ("LOAD_GLOBAL", "IMPORT_FROM") and "FAST" not in i.opname:
             raise NotImplementedError(f"uses the name {i.argval} in {i.opname}, and so cannot call it by another name")
     constants = [_replaced(c, names, codes) if isinstance(c, types.CodeType) else c for c in code.co_consts]
-    return _loading(code.replace(co_consts=tuple(constants)), names)
-
-
-def _loading(code: types.CodeType, names: dict[str, tuple]) -> types.CodeType:
-    """Returns a copy of code with names that no other code has. The namespaces hold them as long as the copy exists."""
-    new = {name: f"_torch_rope_{name}_{next(_numbers)}" for name in code.co_names if name in names}
-    copied = code.replace(co_names=tuple(new.get(name, name) for name in code.co_names))
-    for name, (home, value) in ((new[name], names[name]) for name in new):
+    code = code.replace(co_names=tuple(new.get(n, n) for n in code.co_names), co_consts=tuple(constants))
+    for old, name in new.items():
+        home, value = names[old]
         home[name] = value
-        weakref.finalize(copied, home.pop, name, None).atexit = False
-    return copied
+        weakref.finalize(code, home.pop, name, None).atexit = False
+    return code
