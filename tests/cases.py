@@ -78,6 +78,10 @@ class Calls(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
+def assert_same(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype):
     """Makes this dtype the default of torch within the context."""

@@ -8,18 +8,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path[:0] = [
-    str(HERE / part)
-    for part in (
-        "operators",
-        "modules",
-        "pytorch",
-        "integrations",
-        "backends/cuda/emulator",
-        "backends/metal/simulator",
-    )
-]
+# The folder of benchmarks and hub. pytest itself adds this folder, whose modules all tests import.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 ORDERS = ["forward", "backward", "scrambled"]
 
 
@@ -57,13 +47,13 @@ def pytest_configure(config):
         raise pytest.UsageError("--emulate and --simulate exclude each other")
     order = ORDERS.index(config.getoption("--thread-order"))
     if emulate:
-        import emulator
+        from backends.cuda.emulator import emulator
 
         os.environ["TORCH_ROPE_DEPENDENT_LAUNCH"] = "1"  # the emulator then checks that every kernel waits
         library = emulator.load(emulator.build(sanitize=emulate == "asan"))
         library.thread_order(order)
     if simulate:
-        import simulator
+        from backends.metal.simulator import simulator
 
         simulator.load()
         simulator.thread_order(order)
@@ -146,7 +136,7 @@ def _memory_of_others(request):
     tensors of more than 256 MiB.
     """
     if request.config.getoption("--simulate"):
-        import simulator as library
+        from backends.metal.simulator import simulator as library
     else:
         from torch_rope import _C as library
     allow_foreign = getattr(library, "allow_foreign", lambda _: None)

@@ -167,3 +167,53 @@ def assert_close(actual: torch.Tensor, expected: tuple[np.ndarray, np.ndarray], 
     limit = ulps * ulp(magnitude, actual.dtype) + plus * magnitude
     worst = np.max(error / limit, initial=0.0)
     assert worst <= 1, f"{float(worst):.3f} of the limit of {ulps} ulp"
+
+
+def gradients_by_the_oracle(x, weight, gradient, angles, norm_eps, **options):
+    """Returns (gradient, size) of x and of weight.
+
+    The size is the same formula with every term positive. The error of a rounding is a fraction of it.
+    """
+    h, pair = rotate(gradient, **angles, **options, inverse=True)
+    x, w = (numpy_of(t, h.dtype.type) for t in (x, weight))
+    axes = (-2, -1)[-w.ndim :]
+    r = 1 / np.sqrt((x**2).mean(axes, keepdims=True) + h.dtype.type(norm_eps))
+
+    def formula(h, x, w, minus):
+        of_x = r * (h * w - minus * r**2 * (h * w * x).mean(axes, keepdims=True) * x)
+        return of_x, (h * x * r).sum(tuple(range(x.ndim - w.ndim)))
+
+    return zip(formula(h, x, w, 1), formula(pair, abs(x), abs(w), -1), strict=True)
+
+
+def assert_accurate(gradients, tensors, out_gradients, angles, **options):
+    """Checks that the gradients are within twelve roundings of the oracle.
+
+    The pair, its scaled cos and sin, the weight, 1 / rms, the two means and the last product are rounded. The roundings
+    of a sum over tokens even out, as those of its terms do. Rounding to the dtype of the result adds one more, and
+    inv_freq adds the error of cos and sin.
+    """
+    wide = tensors[0].dtype == torch.float64
+    fraction = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (5e-7 if "inv_freq" in angles else 0)
+    for i in (0, 1):
+        expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], angles, **options)
+        for actual, (value, size) in zip(gradients[i::2], expected, strict=True):
+            limit = fraction * size
+            if actual.dtype != (torch.float64 if wide else torch.float32):
+                limit = limit + ulp(np.abs(value), actual.dtype)
+            error = np.abs(numpy_of(actual, value.dtype.type) - value)
+            assert (error <= limit).all(), f"{float((error / limit).max()):.3f} of the limit"
+
+
+def assert_gradients(outs, given, x, angles, **flags):
+    """Asserts that the gradients of cos and sin are right within the roundings of the kernels.
+
+    Each product and each term is rounded, and the sum is rounded once to the dtype of the table. In float64 every
+    partial sum is rounded as well. In float32 the sums are compensated, or in double.
+    """
+    cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
+    terms = 2 * sum(t[..., 0].numel() for t in x)
+    roundings = (terms + 4) * 2.0**-53 if x[0].dtype == torch.float64 else 4 * 2.0**-24
+    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
+        limit = ulp(abs(expected), out.dtype) + magnitude * roundings
+        assert (abs(numpy_of(out, expected.dtype.type) - expected) <= limit).all()

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from cases import needed
-from test_frequencies import REAL, U32, U64, assert_same, roundings
+from real_configs import REAL, U32, U64, assert_same, roundings
 
 import torch_rope
 from torch_rope import frequencies, multimodal

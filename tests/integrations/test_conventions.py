@@ -1,30 +1,27 @@
 """Tests of patch for diffusers and timm, on modules of our own that rotate as theirs do: what patch changes, leaves alone
 and refuses. tests/exhaustive/models tests every class of these libraries."""
 
+import layers
 import pytest
 import torch
+from layers import (
+    Attention,
+    Layer,
+    Processor,
+    apply_rotary_plain,
+    attention_inputs,
+    counting,
+    layer_inputs,
+    rotated,
+    unpatched,
+)
+from layers import rotations as rotations
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
 
 from torch_rope.integrations import _patch, diffusers, timm
-from torch_rope.integrations._conventions import ADJACENT, TWICE
 from torch_rope.integrations._rotary import Rotary
 
 pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture
-def rotations(monkeypatch):
-    """A list that says of each rotary function that is called in a patched model whether torch_rope rotates."""
-    found, rotated = [], Rotary._rotated
-
-    def record(self, values):
-        ys = rotated(self, values)
-        found.append(ys is not None)
-        return ys
-
-    monkeypatch.setattr(Rotary, "_rotated", record)
-    return found
 
 
 @pytest.fixture
@@ -33,49 +30,13 @@ def forgotten(monkeypatch):
     monkeypatch.setattr(_patch, "_found", {}, raising=False)
 
 
-def counting(graphs):
-    """Returns a backend of torch.compile that appends to graphs how often each graph calls torch_rope."""
-
-    def backend(module, inputs, **options):
-        graphs.append(sum("rope." in str(node.target) for node in module.graph.nodes))
-        return aot_eager(module, inputs)
-
-    return backend
-
-
 # ---- functions as those of diffusers and timm ----
-
-
-def rotated(x, cos, sin):
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., ::2], sin[..., 1::2]
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-
-
-def apply_rotary_plain(x, cos, sin):
-    """Wan does this."""
-    return rotated(x, cos, sin)
 
 
 def apply_rotary_split(x, freqs):
     """LTX-2 does this: it rounds x * cos before the sum, and not the other product."""
     (cos, sin), (a, b) = freqs, x.chunk(2, -1)
     return torch.cat([(a * cos).addcmul_(-sin, b), (b * cos).addcmul_(sin, a)], -1).type_as(x)
-
-
-def turn(x, half):
-    (a, b), (c, d) = x.chunk(2, -1), (x[..., ::2], x[..., 1::2])
-    return (torch.stack([-d, c], -1).flatten(-2), torch.cat([-b, a], -1))[half]
-
-
-def apply_rot_embed(x, sin, cos, half=False):
-    """timm has these two."""
-    return x * cos + turn(x, half) * sin
-
-
-def apply_rot_embed_cat(x, table, half=False):
-    sin, cos = table.chunk(2, -1)
-    return x * cos + turn(x, half) * sin
 
 
 def test_a_function_has_the_bits_for_many_numbers():
@@ -89,54 +50,12 @@ def test_a_function_has_the_bits_for_many_numbers():
 
 # ---- layers ----
 
-apply_rotary_of_the_test = apply_rotary_plain  # a test replaces it
-
-
-class Processor:
-    def __call__(self, attn, x, cos, sin):
-        return apply_rotary_of_the_test(x, cos, sin)
-
-
-class Attention(nn.Module):
-    def __init__(self, processor):
-        super().__init__()
-        self.processor = processor
-
-    def forward(self, x, cos, sin):
-        return self.processor(self, x, cos, sin)
-
-
-class Layer(nn.Module):
-    """A layer of timm."""
-
-    def forward(self, q, k, sin, cos, half=False):
-        return apply_rot_embed(q, sin, cos, half), apply_rot_embed_cat(k, torch.cat([sin, cos], -1), half)
-
 
 def written(body):
     """Returns a processor with this body, which has no source."""
     names = {}
     exec("def __call__(self, attn, x, cos, sin):\n" + body, globals(), names)
     return type("Written", (), names)()
-
-
-def attention_inputs():
-    """Returns the arguments of an attention layer."""
-    angle = torch.randn(1, 6, 1, 8).repeat_interleave(2, -1)
-    return torch.randn(2, 6, 3, 16), angle.cos(), angle.sin()
-
-
-def layer_inputs(*shape, half=False):
-    """Returns q and k [2, 4, 5, 16], sin and cos [*shape, 5, 16]."""
-    cos, sin = (TWICE if half else ADJACENT).tables(*torch.randn(2, *shape, 5, 8))
-    return torch.randn(2, 4, 5, 16), torch.randn(2, 4, 5, 16), sin, cos, half
-
-
-def unpatched(model):
-    """Returns whether no method and no processor of a model was replaced."""
-    found = [value for module in model.modules() for value in vars(module).values()]
-    calls = [type(value).__call__ for value in found if callable(value)]
-    return not any(hasattr(f, "_torch_rope") for f in found + calls)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -230,7 +149,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("function", UNKNOWN, ids=lambda f: f.__name__)
 def test_an_unknown_function_is_refused_by_name(function, monkeypatch):
     """The model also contains layers that could be patched, which must not be patched either."""
-    monkeypatch.setitem(globals(), "apply_rotary_of_the_test", function)
+    monkeypatch.setattr(layers, "apply_rotary_of_the_test", function)
     served = Attention(written(NESTED.format("x, cos, sin", "")))
     model = nn.ModuleDict({"written": served, "attention": Attention(Processor())})
     where = "ModuleDict is not patched: Processor.__call__ of attention.processor calls apply_rotary_of_the_test: "

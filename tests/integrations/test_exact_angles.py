@@ -9,11 +9,12 @@ import types
 import pytest
 import torch
 from cases import needed
-from test_transformers import add_hook, make, remove_hook, tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 transformers = needed("transformers")
+
+from models import add_hook, make, remove_hook, tokens  # noqa: E402
 
 from torch_rope import frequencies  # noqa: E402
 from torch_rope.integrations._angles import of_transformers as exact_rotary  # noqa: E402

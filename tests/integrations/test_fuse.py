@@ -10,20 +10,19 @@ from itertools import product
 import pytest
 import torch
 from cases import Calls, needed
-from test_conventions import counting
-from test_transformers import GRADIENTS, LOGITS, difference, make, tokens, train
+from layers import counting
 from torch import nn
 from torch.export import Dim
 
 transformers = needed("transformers")
 
+from models import GRADIENTS, LOGITS, difference, logits, make, new_cache, tokens, train  # noqa: E402
 from transformers.models.qwen3 import modeling_qwen3  # noqa: E402
 
 from torch_rope.integrations import _patch  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
-Dynamic, Static = transformers.DynamicCache, transformers.StaticCache
 at_night = pytest.mark.exhaustive
 
 
@@ -41,16 +40,6 @@ def _pair(model_type, layers):
 def pair(model_type, layers=2):
     """Returns an unpatched and a fused model with the same weights, whose norms have weights of their own."""
     return copy.deepcopy(_pair(model_type, layers))
-
-
-def new_cache(kind, model):
-    return Static(config=model.config, max_cache_len=24) if kind == "static" else Dynamic(config=model.config)
-
-
-def logits(model, text, cache, *lengths):
-    """Returns the logits of a text, of which a model gets parts of these lengths."""
-    with torch.no_grad():
-        return torch.cat([model(part, cache=cache).logits for part in text.split(lengths, 1)], 1)
 
 
 # ---- what is fused ----
@@ -305,7 +294,7 @@ def scale_by_another(layer):
     layer.scaling, layer.q_norm.weight.data = 0.5, 3 * layer.q_norm.weight.data
 
 
-class Counting(Dynamic):
+class Counting(transformers.DynamicCache):
     def update(self, *args, **kwargs):
         k, v = super().update(*args, **kwargs)
         return 2 * k, v

@@ -7,15 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from cases import ROOT
+from cases import ROOT, needed
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+from hub import layout
 
-sys.path.append(str(ROOT / "hub"))
-import layout  # noqa: E402
+tomllib = needed("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 pytestmark = pytest.mark.cpu
 CONFIG = tomllib.loads((ROOT / "hub/build.toml").read_text())

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 from cases import ROOT, Calls, default_dtype
-from test_conventions import Attention, Layer, Processor, attention_inputs, layer_inputs, unpatched
-from test_transformers import make, tokens
+from layers import Attention, Layer, Processor, attention_inputs, layer_inputs, unpatched
+from models import make, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

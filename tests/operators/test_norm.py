@@ -1,7 +1,6 @@
 """Tests the values and the gradients of norm_rotate_qk: they are close to the oracle, and have the same bits in every
 layout. For derivatives of any order see test_autograd.py."""
 
-import numpy as np
 import pytest
 import torch
 from cases import (
@@ -13,6 +12,7 @@ from cases import (
     SLOW,
     SOURCES,
     Source,
+    assert_same,
     covering,
     make_qk,
     many,
@@ -20,7 +20,7 @@ from cases import (
     on_gpu,
     thread_counts,
 )
-from oracle import assert_close, limits, limits_of_reference, numpy_of, rotate, ulp
+from oracle import assert_accurate, assert_close, limits, limits_of_reference, rotate
 
 import torch_rope
 from torch_rope import reference
@@ -77,49 +77,9 @@ def assert_right(outs, tensors, angles, norm_eps, limits=limits, **options):
         assert_close(out, expected, *limits(x.dtype, angles, norm=True))
 
 
-def assert_same(a, b):
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def like(outs):
     """Returns random dense gradients for outs, whose values do not depend on the strides of outs."""
     return [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in outs]
-
-
-def gradients_by_the_oracle(x, weight, gradient, angles, norm_eps, **options):
-    """Returns (gradient, size) of x and of weight.
-
-    The size is the same formula with every term positive. The error of a rounding is a fraction of it.
-    """
-    h, pair = rotate(gradient, **angles, **options, inverse=True)
-    x, w = (numpy_of(t, h.dtype.type) for t in (x, weight))
-    axes = (-2, -1)[-w.ndim :]
-    r = 1 / np.sqrt((x**2).mean(axes, keepdims=True) + h.dtype.type(norm_eps))
-
-    def formula(h, x, w, minus):
-        of_x = r * (h * w - minus * r**2 * (h * w * x).mean(axes, keepdims=True) * x)
-        return of_x, (h * x * r).sum(tuple(range(x.ndim - w.ndim)))
-
-    return zip(formula(h, x, w, 1), formula(pair, abs(x), abs(w), -1), strict=True)
-
-
-def assert_accurate(gradients, tensors, out_gradients, angles, **options):
-    """Checks that the gradients are within twelve roundings of the oracle.
-
-    The pair, its scaled cos and sin, the weight, 1 / rms, the two means and the last product are rounded. The roundings
-    of a sum over tokens even out, as those of its terms do. Rounding to the dtype of the result adds one more, and
-    inv_freq adds the error of cos and sin.
-    """
-    wide = tensors[0].dtype == torch.float64
-    fraction = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (5e-7 if "inv_freq" in angles else 0)
-    for i in (0, 1):
-        expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], angles, **options)
-        for actual, (value, size) in zip(gradients[i::2], expected, strict=True):
-            limit = fraction * size
-            if actual.dtype != (torch.float64 if wide else torch.float32):
-                limit = limit + ulp(np.abs(value), actual.dtype)
-            error = np.abs(numpy_of(actual, value.dtype.type) - value)
-            assert (error <= limit).all(), f"{float((error / limit).max()):.3f} of the limit"
 
 
 # ---- against the oracle ----

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import ALL_CALLS, CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, Source, covering, make_qk, name_of, thread_counts
-from oracle import numpy_of, table_backward, ulp
+from oracle import assert_gradients, numpy_of, table_backward
 
 rope = torch.ops.rope
 TABLES = [source for source in SOURCES if "inv_freq" not in source.kind]
@@ -20,20 +20,6 @@ def call(given, x, angles, flags):
     """Returns (the gradient of cos, the gradient of sin)."""
     pairs = [t for both in (given, x) for t in (*both, None)[:2]]
     return rope._rotate_table_backward(*pairs, **angles, **flags)
-
-
-def assert_gradients(outs, given, x, angles, **flags):
-    """Asserts that the gradients of cos and sin are right within the roundings of the kernels.
-
-    Each product and each term is rounded, and the sum is rounded once to the dtype of the table. In float64 every
-    partial sum is rounded as well. In float32 the sums are compensated, or in double.
-    """
-    cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
-    terms = 2 * sum(t[..., 0].numel() for t in x)
-    roundings = (terms + 4) * 2.0**-53 if x[0].dtype == torch.float64 else 4 * 2.0**-24
-    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
-        limit = ulp(abs(expected), out.dtype) + magnitude * roundings
-        assert (abs(numpy_of(out, expected.dtype.type) - expected) <= limit).all()
 
 
 FACTORS = CALLS | {

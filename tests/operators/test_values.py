@@ -7,17 +7,16 @@ from cases import (
     CALLS,
     EMULATED,
     KERNELS,
-    SIZES,
     Source,
     covering,
     make_qk,
     name_of,
     on_gpu,
     python,
-    supported,
     thread_counts,
 )
 from oracle import assert_close, limits, limits_of_reference, rotate
+from same_bits import bits
 
 import torch_rope
 from torch_rope import reference
@@ -147,30 +146,6 @@ def test_special_values_round_as_in_torch(dtype, interleaved, device):
 
 # ---- the bits of the CPU ----
 
-BITS = covering(CALLS | {"size": SIZES[:2] + SIZES[3:]}, interacting=KERNELS[3:], exhaustive=ALL_CALLS)
-
-
-def bits(there, device):
-    """Yields what is computed on one device, for the calls of `device` that have the same bits as on the CPU.
-
-    Those are all but sums over a head, and angles in double.
-    """
-    for i, case in enumerate(BITS):
-        dtypes = case["dtype"], case["source"].freq_dtype
-        if supported(device, *dtypes) and not (
-            dtypes[0] == torch.float64 and case["source"].kind.startswith("inv_freq")
-        ):
-            torch.manual_seed(i)
-            q, k, angles = make_qk(there, **case)
-            yield from rope.rotate_qk(q, k, **angles, interleaved=case["interleaved"], attention_factor=1.2)
-    torch.manual_seed(0)
-    positions, freq = torch.randint(-(2**40), 2**40, (3, 500)), torch_rope.inv_freq(64).float() * torch.rand(3, 32)
-    positions[:, 250:] %= 7  # the sum over axes rounds small angles
-    for kind, dtype in (torch.int64, torch.bfloat16), (torch.int64, torch.float16), (torch.float32, torch.float32):
-        given, options = (positions.to(kind).to(there), freq.to(there)), {"dtype": dtype, "attention_factor": 1.1}
-        yield from rope.axial_cos_sin(*given, **options)
-        yield from rope.cos_sin(*(t[0] for t in given), **options)
-
 
 def test_results_have_the_bits_of_the_cpu(device, tmp_path):
     """All back ends compile the same files for the rotation and for angles."""
@@ -179,7 +154,7 @@ def test_results_have_the_bits_of_the_cpu(device, tmp_path):
     expected = bits("cpu", device)
     if EMULATED:  # then this process has no CPU kernels
         file = tmp_path / "bits"
-        done = python(f"import test_values, torch; torch.save(list(test_values.bits('cpu', 'cpu')), {str(file)!r})")
+        done = python(f"import same_bits, torch; torch.save(list(same_bits.bits('cpu', 'cpu')), {str(file)!r})")
         assert done.returncode == 0, done.stderr
         expected = torch.load(file)
     for actual, e in zip(bits(device, device), expected, strict=True):

@@ -247,13 +247,13 @@ def main() -> None:
     kind.add_argument("--simulate", action="store_true", help="run the Metal back end on the simulated device mps")
     arguments = parser.parse_args()
     tree = Path(importlib.util.find_spec("torch_rope").origin).parents[1]
-    sys.path[:0] = [str(tree / "tests/backends" / part) for part in ("cuda/emulator", "metal/simulator")]
+    sys.path.insert(0, str(tree / "tests"))
     if arguments.emulate:
-        import emulator
+        from backends.cuda.emulator import emulator
 
         emulator.load(emulator.build())
     if arguments.simulate:
-        import simulator
+        from backends.metal.simulator import simulator
 
         simulator.load()
     import torch_rope  # noqa: F401  registers the operators

@@ -1,4 +1,4 @@
-"""Wrong usages of functions and modules, and what they raise; tests/operators/test_errors.py has those of the operators.
+"""Wrong usages of functions and modules, and what they raise; tests/bad_calls.py has those of the operators.
 
 `python tests/tools/errors.py` prints the messages of both.
 """
@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("", "operators")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import bad_calls  # noqa: E402
 
 import torch_rope  # noqa: E402
 from torch_rope import *  # noqa: E402, F403  the tables use these names
@@ -160,8 +162,6 @@ def message_of(function, *args, **kwargs) -> str:
 if __name__ == "__main__":
     for usage, *_ in CASES:
         print(usage, message_of(run, usage), sep="\n    ")
-    import test_errors
-
-    for [case] in (param.values for param in test_errors.CASES + test_errors.OVERLAPS + test_errors.RANGES):
-        op, arguments, _ = next(test_errors.calls(case, "cpu"))
+    for [case] in (param.values for param in bad_calls.CASES + bad_calls.OVERLAPS + bad_calls.RANGES):
+        op, arguments, _ = next(bad_calls.calls(case, "cpu"))
         print(f"{case.operators}: {case.changes}", message_of(op, **arguments), sep="\n    ")

@@ -131,6 +131,11 @@ def test_a_wrong_usage_prints_what_a_user_needs_in_eager_and_when_it_is_compiled
         assert re.search(pattern, str(raised.value).replace("\\", ""))
 
 
+def test_no_test_imports_another_test():
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert {*re.findall(r"\b(?:import|from) (test_\w+)", path.read_text())} <= {path.stem}, path
+
+
 def test_every_public_name_has_a_docstring_and_every_function_names_its_equivalent():
     for name in torch_rope.__all__:
         value = getattr(torch_rope, name)

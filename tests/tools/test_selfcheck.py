@@ -58,7 +58,11 @@ def entries_of(check, cases):
 # The last run is the whole self-check, with the speeds.
 @pytest.mark.parametrize("options", ["--quick --only=cos_sin", pytest.param("", marks=pytest.mark.exhaustive)])
 def test_a_correct_build_passes_without_numpy_and_pytest(options, device, start, capsys):
-    start("import simulator\nsimulator.load()" * (device == "mps" and sys.platform == "linux") + PYTHON)
+    start(
+        "from backends.metal.simulator import simulator\nsimulator.load()"
+        * (device == "mps" and sys.platform == "linux")
+        + PYTHON
+    )
     assert run.main(["--device", device, *options.split()]) == 0
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}" in out and f"device {device}" in out

@@ -1,12 +1,12 @@
 """Tests that the CPU kernels give the same bits with every instruction set, and however heads are read and written."""
 
-import hashlib
 import itertools
 import platform
 
 import pytest
 import torch
-from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, SCALES, SOURCES, covering, make_qk, python
+from cases import python
+from same_bits import instruction_set_and_digest
 
 import torch_rope
 
@@ -15,56 +15,11 @@ pytestmark = pytest.mark.cpu
 # The values of ATEN_CPU_CAPABILITY, by which torch chooses an instruction set, and the build of the kernels for each.
 CAPABILITIES = {"default": "plain", "avx2": "avx2", "avx512": "avx512"}
 
-# Fewer sources of angles than other tests have, because they are the same code in every build.
-FACTORS = CALLS | {"source": [SOURCES[i] for i in (1, 3, 5, 9, 12)]}
-
-
-def results(case):
-    """Returns what the operators compute for a case of FACTORS."""
-    torch.manual_seed(1)
-    q, k, angles = make_qk("cpu", **case)
-    (batch, seq, _, _, head_dim, _), dtype = case["size"], case["dtype"]
-    weights = {"q_norm_weight": torch.rand(head_dim), "k_norm_weight": torch.rand(head_dim).to(dtype)}
-    slots = torch.randperm(batch * seq + 3)[: batch * seq].view(batch, seq)
-    options = angles | {"interleaved": case["interleaved"], "attention_factor": 1.1}
-    yield from torch_rope.rotate_qk(q, k, **options)
-    yield from torch_rope.norm_rotate_qk(q, k, **weights, **options)
-    yield from torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
-    scales = dict(zip(("k_scale", "v_scale"), torch.tensor(SCALES)[torch.randint(10, (2, k.shape[2]))], strict=True))
-    norms, formats = ({}, weights, {"eager_rounding": True}), {dtype: {}, torch.float8_e4m3fn: scales}
-    for norm, stored in itertools.product(norms, formats):
-        rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, *k.shape[2:], dtype=stored)
-        torch_rope.rotate_into_cache_(rotated, k, -k, *cache, slots=slots, **norm, **options, **formats[stored])
-        yield from (rotated, cache)
-    if "cos" in angles:
-        yield from torch.ops.rope._rotate_table_backward(q.flip(1), k.flip(1), q, k, **angles)
-
-
-def conversions():
-    """Returns angles of many positions, and every bfloat16 and float16 after the conversions both ways."""
-    positions = torch.cat([torch.arange(3000), torch.randint(-(2**24), 2**24, (3000,))])
-    for dtype in DTYPES:
-        yield from torch_rope.cos_sin(positions, torch_rope.inv_freq(128), dtype=dtype)
-    freq = torch.tensor([0.0] * 16 + [0.3] * 16)
-    for dtype in (torch.bfloat16, torch.float16):
-        x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 512, 2, 64)
-        x = x.masked_fill(x.isnan(), 1.0)
-        for interleaved, factor in itertools.product((False, True), (1.0, 1.0003)):  # 65504 * 1.0003 is infinite
-            yield torch_rope.rotate(x, inv_freq=freq, interleaved=interleaved, attention_factor=factor)
-
-
-def instruction_set_and_digest():
-    digest = hashlib.sha256()
-    cases = covering(FACTORS, interacting=KERNELS[3:], exhaustive=ALL_CALLS)
-    for t in itertools.chain(*map(results, cases), conversions()):
-        digest.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return [torch_rope._C.cpu_instruction_set(), digest.hexdigest()]
-
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one build of the kernels")
 def test_every_instruction_set_gives_the_same_bits():
     *others, here = list(CAPABILITIES)[: 1 + [*CAPABILITIES].index(torch.backends.cpu.get_cpu_capability().lower())]
-    program = "import test_cpu; print(*test_cpu.instruction_set_and_digest())"
+    program = "import same_bits; print(*same_bits.instruction_set_and_digest())"
     runs = [python(program, ATEN_CPU_CAPABILITY=level) for level in others]
     assert not any(run.returncode for run in runs), [run.stderr for run in runs]
     names, digests = zip(*(run.stdout.split() for run in runs), instruction_set_and_digest(), strict=True)

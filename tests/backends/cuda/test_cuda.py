@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import EMULATED, LAYOUTS, OPERATORS, Source, covering, name_of, python, schema_of, set_apart, written_by
-from oracle import assert_close, limits, rotate
-from test_cache import Caches, check, make_norm
-from test_norm import assert_accurate, assert_same
-from test_tables import assert_gradients
+from caches import Caches, check, make_norm
+from cases import EMULATED, LAYOUTS, OPERATORS, Source, assert_same, covering, name_of, python, set_apart
+from cuda_calls import BLOCKS, CELLS, ROWS, call_outside, make_call, names_of, results_of
+from oracle import assert_accurate, assert_close, assert_gradients, limits, rotate
 
 import torch_rope
 
@@ -36,49 +35,9 @@ def launched(function, *tensors, **options):
 
 # ---- a call of each operator ----
 
-ROWS, BLOCKS, CELLS = 12, 6, 16  # rows of a table; blocks of a cache, and cells of a block
-
-
-def names_of(op):
-    return [a.name for a in schema_of(op).arguments]
-
-
-def make_call(op, source, device):
-    """Returns the arguments of a call by name.
-
-    source: "cos" for tables by position, and a norm of each head, if the operator needs one. "cos by token" for those by
-    token. "inv_freq" for a norm over all heads and quantised caches.
-    """
-    with torch.device(device):
-        q, k, v = torch.randn(3, 7, 8, 64).bfloat16().split([4, 2, 2], 2)
-        given = {"x": q, "q": q, "k": k, "v": v, "q_out_grad": q.clone(), "k_out_grad": k.clone()}
-        given |= {"positions": torch.arange(7).repeat(3, 1), "slots": torch.randperm(BLOCKS * CELLS)[:21].view(3, 7)}
-        freq = torch_rope.inv_freq(64)
-        if source != "inv_freq":
-            tables = torch_rope.cos_sin(torch.arange(ROWS), freq)
-            given["cos"], given["sin"] = tables if source == "cos" else (t[None, :7] for t in tables)
-            given["k_cache"], given["v_cache"] = torch.zeros(2, BLOCKS, CELLS, 2, 64).bfloat16()
-            if "cache" not in op:
-                given["q_norm_weight"], given["k_norm_weight"] = torch.rand(2, 64)
-        else:
-            given["inv_freq"] = freq.repeat(3, 1) if "axial" in op else freq
-            given["k_cache"], given["v_cache"] = torch.zeros(2, BLOCKS, CELLS, 2, 64, dtype=torch.int8)
-            given["k_scale"], given["v_scale"] = torch.rand(2, 2)
-            given |= {"q_out": torch.zeros(3, 4, 7, 64, dtype=torch.int8).transpose(1, 2), "q_scale": torch.rand(4)}
-            given |= {"q_norm_weight": torch.rand(4, 64), "k_norm_weight": torch.rand(2, 64), "norm_v": True}
-    return {name: given[name] for name in names_of(op) if name in given}
-
 
 CASES = [(op, source) for op in OPERATORS for source in ("cos", "inv_freq") if source in names_of(op)]
 CASES.remove(("_rotate_table_backward", "inv_freq"))  # it has no such gradient
-
-
-def results_of(op, given):
-    """Makes a call with copies of its tensors, and returns the copies that it writes and its results."""
-    given = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-    out = getattr(rope, op)(**given)
-    written = [given[name] for name in written_by(op) if name in given]
-    return written + ([] if out is None else list(out) if isinstance(out, tuple) else [out])
 
 
 # The operator, its source, and a position or slot that is out of range
@@ -100,28 +59,11 @@ OUTSIDE = [
 ]
 
 
-def call_outside(op, source, changes, device):
-    """Makes a call in which the last token of a sequence is out of range, and returns the text of the error."""
-    given = make_call(op, source, device)
-    for name, value in changes.items():
-        if value is None or name == "offset":
-            given[name] = value
-        else:
-            given[name][1, -1] = value
-    try:
-        results_of(op, given)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    except RuntimeError as error:  # torch.AcceleratorError is one
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.parametrize("case", OUTSIDE, ids=str)
 def test_a_position_or_slot_out_of_range_fails_an_assertion_on_the_device(case, device):
     """The emulator would report an access out of bounds instead. On a GPU, CUDA is unusable in the process afterwards."""
     if device == "cuda":
-        error = python(f"import test_cuda; print(test_cuda.call_outside(*{case!r}, 'cuda'))").stdout
+        error = python(f"import cuda_calls; print(cuda_calls.call_outside(*{case!r}, 'cuda'))").stdout
     else:
         error = call_outside(*case, device)
     assert "device-side assert" in error, error

@@ -5,12 +5,9 @@ import sys
 
 import pytest
 import torch
-from cases import ROOT
 from oracle import assert_close, rotate
 
 import torch_rope
-
-sys.path.insert(0, str(ROOT))
 from benchmarks.implementations import WAYS, rotate_as_peer  # noqa: E402
 
 pytestmark = pytest.mark.emulator

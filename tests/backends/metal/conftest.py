@@ -1,11 +1,11 @@
 import pytest
 import torch
+from backends.metal.simulator import simulator
 
 
 @pytest.fixture
 def simulated(device):
     """Returns the module with the simulator's own functions. Skips the test if the device is not simulated."""
-    simulator = pytest.importorskip("simulator", reason="only the simulator counts accesses")
     if not hasattr(torch.ops.simulator, "last_dispatches"):
         pytest.skip("only the simulator counts accesses")
     torch.mps.synchronize()

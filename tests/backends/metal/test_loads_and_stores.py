@@ -6,9 +6,9 @@ They need the simulator, which counts.
 import math
 import re
 
-import metal
 import pytest
 import torch
+from backends.metal.simulator import metal
 from cases import covering, name_of
 from metal_calls import HALVES, freqs, ops, randn, table_backward, tables, weights_of
 

@@ -6,9 +6,9 @@ make exhaustive runs them with every order of threads. They need --simulate.
 import re
 from pathlib import Path
 
-import metal
 import pytest
 import torch
+from backends.metal.simulator import metal
 
 # ruff: noqa: E501
 

@@ -1,12 +1,13 @@
 """Tests that AddressSanitizer reports the mistakes of kernels that were built with it: --emulate=asan."""
 
-import emulator
 import pytest
+from backends.cuda.emulator import emulator
 from cases import python
 
 pytestmark = pytest.mark.cpu
 PROGRAM = """
-import emulator, sys, torch
+import sys, torch
+from backends.cuda.emulator import emulator
 library = emulator.load(emulator.build(sanitize=True))
 x, out = torch.randint(-9, 9, (4, 256)).float(), torch.empty(4)
 for order in range(3):

@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import pytest
-import simulator
-import simulator_build
 import torch
+from backends.metal.simulator import simulator, simulator_build
 from cases import ROOT, python
 
 from torch_rope.selfcheck import metal
@@ -52,8 +51,9 @@ if sys.argv[2:]:
 def test_a_call_compiles_only_the_kernels_that_it_launches():
     """Decoding with Llama needs one kernel, training Qwen3 three more. Other function constants need no compilation."""
     program = """
-import re, simulator, torch, torch_rope
+import re, torch, torch_rope
 from pathlib import Path
+from backends.metal.simulator import simulator
 simulator.load()
 def make(*shape):
     return torch.randn(shape, dtype=torch.bfloat16).to("mps").requires_grad_()
@@ -98,7 +98,8 @@ def test_the_rotation_does_not_depend_on_contraction():
     A small kernel shows first that the compiler does fuse when it may.
     """
     program = f"""
-import simulator, torch, torch_rope
+import torch, torch_rope
+from backends.metal.simulator import simulator
 simulator.load()
 a = torch.full((4,), 1 + 2**-12, device="mps")
 torch.ops.simulator_test.launch({SOURCE!r}, [a], 1, -1, [4, 1, 1], [4, 1, 1], 0, [])

@@ -1,11 +1,9 @@
 """Makes the tables of docs/ that list what patch says of each model."""
 
 import re
-import sys
 
 from cases import ROOT
 
-sys.path.insert(0, str(ROOT))
 from benchmarks.report import BLOCK, markdown  # noqa: E402
 
 

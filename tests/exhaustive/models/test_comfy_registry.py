@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from cases import ROOT, covering, moved, name_of, needed, spread
-from test_comfy_kitchen import DIM, DTYPES, arguments, formula, rotations
+from comfy import DIM, DTYPES, arguments, formula, rotations
 
 import torch_rope
 

@@ -9,9 +9,9 @@ from collections import defaultdict
 import pytest
 import torch
 from cases import missing, needed
+from layers import counting, unpatched
+from layers import rotations as rotations
 from pages import compare, listed, said
-from test_conventions import counting, unpatched
-from test_conventions import rotations as rotations
 from training import cast, close, difference, output, same, train_step
 
 diffusers = needed("diffusers")

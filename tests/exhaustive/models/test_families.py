@@ -20,10 +20,10 @@ from cases import ROOT, needed
 
 transformers = needed("transformers")
 
+import models  # noqa: E402
+from models import GRADIENTS, LOGITS, MLA, MOE  # noqa: E402
+from models import calls as calls  # noqa: E402
 from pages import compare, listed, markdown, said  # noqa: E402
-from test_transformers import GRADIENTS, LOGITS  # noqa: E402
-from test_transformers import SMALL as TINY  # noqa: E402
-from test_transformers import calls as calls  # noqa: E402
 from training import cast, close, difference, output, same, train_step  # noqa: E402
 
 import torch_rope  # noqa: E402
@@ -37,13 +37,7 @@ pytestmark = [pytest.mark.cpu]
 DOC = (ROOT / "docs" / "families.md").read_text()
 
 BROKEN = 0.05  # a model whose q and k are not rotated differs by 0.08 or more
-SMALL = TINY | dict(eos_token_id=2, use_cache=False)
-# The seeds are fixed, so that no token is so near to the boundary between two experts that rounding decides.
-MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-MLA = dict(
-    q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_shared_experts=1,
-    n_group=1, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4,
-)  # fmt: skip
+SMALL = models.SMALL | dict(eos_token_id=2, use_cache=False)
 V4 = dict(num_key_value_heads=1, head_dim=32, layer_types=["sliding_attention"] * 2)
 LONGROPE = dict(
     rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=8,

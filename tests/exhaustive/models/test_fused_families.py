@@ -11,9 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 transformers = needed("transformers")
 
-from test_families import MLA, MOE, SMALL  # noqa: E402
-from test_fuse import logits, new_cache  # noqa: E402
-from test_transformers import difference, tokens  # noqa: E402
+from models import MLA, MOE, SMALL, difference, logits, new_cache, tokens  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from torch_rope.integrations.transformers import patch  # noqa: E402
@@ -24,7 +22,7 @@ MORE = dict(
     attn_layer_indices=[0, 1], attn_logit_softcapping=5.0, block_types=["attention"], clip_qkv=2.0, eos_token_id=2,
     expert_ffn_hidden_size=32, ffn_hidden_size=64, indexer_budget=64, indexer_compress_ratio=1, indexer_head_dim=16,
     indexer_kv_heads=1, indexer_n_heads=4, mamba_d_state=16, mamba_chunk_size=8, num_kv_shared_layers=0, num_layers=2,
-    rotary_dim=8, sliding_window=8, use_mem_rope=True, use_sliding_window=True, vocab_size_per_layer_input=96,
+    rotary_dim=8, sliding_window=8, use_cache=False, use_mem_rope=True, use_sliding_window=True, vocab_size_per_layer_input=96,
 )  # fmt: skip
 HYBRID = "BailingHybrid", "GraniteMoeHybrid", "Lfm2Moe", "Lfm3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp"
 CHANGES = dict.fromkeys(HYBRID, {"layer_types": ["full_attention"] * 2}) | {

@@ -5,7 +5,7 @@ tests/integrations tests what patch changes, leaves alone and refuses.
 
 import pytest
 import torch
-from test_conventions import rotations as rotations
+from layers import rotations as rotations
 from torch._dynamo.backends.debugging import aot_eager
 from training import cast, close, difference, output, same, train_step
 from vision_models import MODELS, make, timm

@@ -11,16 +11,20 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from cases import ROOT
-from test_hub_layout import CONFIG, layout
+from cases import ROOT, needed
 from torch.utils import cpp_extension
 
+from hub import layout
+
+tomllib = needed("tomllib" if sys.version_info >= (3, 11) else "tomli")
+CONFIG = tomllib.loads((ROOT / "hub/build.toml").read_text())
 FOLDER = ROOT / "build/hub"
 TORCH = "".join(torch.__version__.split(".")[:2])
 VARIANT = f"torch{TORCH}-cxx11-cpu-{platform.machine()}-linux"

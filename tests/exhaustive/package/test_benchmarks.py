@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import signal
-import sys
 import time
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from cases import ROOT, needed
 
 matplotlib = needed("matplotlib")
-sys.path.insert(0, str(ROOT))
 from benchmarks import accuracy, cases, implementations, measure, plots, report, results  # noqa: E402
 
 pytestmark = pytest.mark.cpu

@@ -6,7 +6,6 @@ import time
 import pytest
 from cases import ROOT, python
 
-sys.path.insert(0, str(ROOT))
 from benchmarks import cases, gpu  # noqa: E402
 
 pytestmark = pytest.mark.cpu

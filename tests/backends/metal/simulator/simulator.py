@@ -11,9 +11,12 @@ import os
 import runpy
 import shlex
 import sys
+from pathlib import Path
 
-import simulator_build
 import torch
+
+sys.path.append(str(Path(__file__).parents[3]))
+from backends.metal.simulator import simulator_build  # noqa: E402
 
 
 def load() -> None:

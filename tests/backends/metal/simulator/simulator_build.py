@@ -16,7 +16,8 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import metal
+sys.path.append(str(Path(__file__).parents[3]))
+from backends.metal.simulator import metal  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[4]
 HERE = "tests/backends/metal/simulator"
