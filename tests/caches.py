@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 from cases import CACHES, QUANTISED, moved, on_gpu, spread
-from oracle import assert_close, limits, numpy_of, quantise, rotate, ulp
+from oracle import ANGLE_ERROR, assert_close, limits, numpy_of, quantise, rotate, ulp
 
 from torch_rope import reference
 
@@ -109,7 +109,7 @@ def assert_agrees(found, right, dtype):
         assert torch.ne(*codes).sum() <= 2 + found.numel() / 100
         assert ((codes[0] - codes[1]).abs() <= 1).all()
     else:
-        eps, error_of_angles = torch.finfo(dtype).eps, 1e-12 if dtype == torch.float64 else 5e-7
+        eps, error_of_angles = torch.finfo(dtype).eps, 1e-12 if dtype == torch.float64 else ANGLE_ERROR
         torch.testing.assert_close(found, right, rtol=2 * eps, atol=4 * eps + error_of_angles, equal_nan=True)
 
 

@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_rope
+from torch_rope.selfcheck import checks
+from torch_rope.selfcheck.checks import DTYPES, QUANTISED, STARTS
 
 ROOT = Path(__file__).resolve().parents[1]  # the root of the repository
 OPERATORS = sorted(
@@ -176,33 +178,24 @@ def name_of(case) -> str:
     return "-".join(map(text, case.values()))
 
 
-def _dense(shape, dtype, device):
-    if device == "meta":
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.randn(shape, dtype=torch.float64, device="cpu").to(dtype).to(device)
+# Layouts that the self-check lacks.
+MORE_LAYOUTS = {
+    "sbhd": lambda make, b, s, h, d: make(s, b, h, d).transpose(0, 1),
+    "bhds": lambda make, b, s, h, d: make(b, h, d, s).permute(0, 3, 1, 2),  # of a convolution
+    "packed": lambda make, b, s, h, d: make(b, s, h + 3, d)[:, :, 1 : h + 1],
+}
 
 
-def _strided(order):
-    """Returns a layout that stores the dimensions of [batch, seq, heads, head_dim] in this order."""
+def _layout(function):
+    def layout(shape, dtype, device):
+        return function(lambda *s: torch.randn(s, dtype=torch.float64).to(dtype).to(device), *shape)
 
-    def make(shape, dtype, device):
-        stored = _dense([shape[d] for d in order], dtype, device)
-        return stored.permute(*(order.index(d) for d in range(4)))
-
-    return make
+    return layout
 
 
 # Memory layouts of a [batch, seq, heads, head_dim] tensor. A layout is a function (shape, dtype, device) -> tensor of
 # random numbers; no two elements of the tensor share memory.
-LAYOUTS = {
-    "bshd": _dense,
-    "bhsd": _strided((0, 2, 1, 3)),
-    "sbhd": _strided((1, 0, 2, 3)),
-    "bhds": _strided((0, 2, 3, 1)),  # of a convolution
-    "packed": lambda s, dtype, device: _dense((*s[:2], s[2] + 3, s[3]), dtype, device)[:, :, 1 : s[2] + 1],
-    "every second channel": lambda s, dtype, device: _dense((*s[:3], 2 * s[3]), dtype, device)[..., ::2],
-    "odd start": lambda s, dtype, device: _dense((s.numel() + 1,), dtype, device)[1:].view(s),
-}
+LAYOUTS = {name: _layout(function) for name, function in (checks.LAYOUTS | MORE_LAYOUTS).items()}
 
 
 def _part_of_a_larger_one(make, n, size, heads, dim):
@@ -388,24 +381,8 @@ def set_apart(angles, batch, limit):
         positions.copy_(distinct[: positions.shape[0]] if positions.dim() == 2 else distinct[0])
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
-SIZES = [
-    (2, 5, 3, 1, 64, 64),
-    (4, 1, 9, 3, 64, 64),
-    (1, 10 if SLOW else 130, 4, 2, 128, 128),
-    (3, 7, 2, 2, 80, 32),
-    (2, 3, 5, 1, 66, 66),
-    (2, 4, 1, 3, 7, 6),
-    (1, 3, 2, 1, 2, 2),
-    (2, 2, 1, 1, 100, 52),
-    (2, 6, 3, 3, 192, 64),
-]
-
-# The first rotated channel, given head_dim - rotary_dim. With "middle", vectors of 16 bytes stay aligned.
-STARTS = {"first": lambda rest: 0, "second": lambda rest: min(rest, 1), "middle": lambda rest: rest // 16 * 8}
-STARTS["last"] = lambda rest: rest
-
+SIZES = [(batch, min(seq, 10 if SLOW else seq), *heads) for batch, seq, *heads in checks.SIZES]
+SIZES += [(2, 4, 1, 3, 7, 6), (1, 3, 2, 1, 2, 2)]
 # The factors of a call that rotates q and k.
 CALLS = {
     "size": SIZES,
@@ -450,13 +427,12 @@ def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table
     return q, k, angles
 
 
-QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]  # the dtypes of quantised caches
 SCALES = [0.37, -2.5, 1.0, 2.0**-20, 1e30, 1e-30, 0.0, math.inf, math.nan, 1e-45]  # usual and unusual ones
 
 
 def supported(device: str, *dtypes: torch.dtype | None) -> bool:
     """Returns whether the device has these dtypes. Apple GPUs have no float64 and no float8."""
-    return device != "mps" or not {torch.float64, *QUANTISED[:2]} & {*dtypes}
+    return device != "mps" or not ({torch.float64, *QUANTISED} - {torch.int8}) & {*dtypes}
 
 
 def need(device: str, *dtypes: torch.dtype | None) -> None:

@@ -1,10 +1,13 @@
 """The oracle: the operators in numpy, and how far a result may be from them.
 
-The oracle computes in float64, or in long double if x is float64. It shares no code with torch_rope.
+The oracle computes in float64, or in long double if x is float64. It shares no code with torch_rope but the limits
+of the self-check.
 """
 
 import numpy as np
 import torch
+
+from torch_rope.selfcheck.checks import ANGLE_ERROR, limits
 
 
 def numpy_of(t: torch.Tensor, kind=np.float64) -> np.ndarray:
@@ -140,14 +143,6 @@ def ulp(magnitude: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return np.exp2(exponent) * info.eps
 
 
-def limits(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm: bool = False) -> tuple[int, float]:
-    """Returns how far a result of dtype may be from the oracle: (ulps, plus), see assert_close()."""
-    if dtype in (torch.float16, torch.bfloat16):
-        return 1, 0.0
-    ulps = 6 if norm else 2 if attention_factor == 1.0 else 3
-    return ulps, 5e-7 if dtype == torch.float32 and "inv_freq" in angles else 0.0
-
-
 def limits_of_reference(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm: bool = False):
     """Returns how far a result of torch_rope.reference may be from the oracle, as limits() does.
 
@@ -194,7 +189,7 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
     inv_freq adds the error of cos and sin.
     """
     wide = tensors[0].dtype == torch.float64
-    fraction = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (5e-7 if "inv_freq" in angles else 0)
+    fraction = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (ANGLE_ERROR if "inv_freq" in angles else 0)
     for i in (0, 1):
         expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], angles, **options)
         for actual, (value, size) in zip(gradients[i::2], expected, strict=True):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cases import DTYPES, covering, name_of, need, on_gpu
-from oracle import cos_sin, numpy_of, ulp
+from oracle import ANGLE_ERROR, cos_sin, numpy_of, ulp
 
 import torch_rope
 from torch_rope import reference
@@ -54,7 +54,7 @@ def test_cos_and_sin_are_rounded_once(case, device):
     for tables, error in found:
         for table, exact in zip(tables, (np.cos(angle) * factor, np.sin(angle) * factor), strict=True):
             assert table.dtype == (dtype or torch.float32) and table.is_contiguous()
-            limit = error if dtype == torch.float64 else factor * 5e-7
+            limit = error if dtype == torch.float64 else factor * ANGLE_ERROR
             if dtype not in (None, torch.float32, torch.float64) or factor != 1:
                 limit = limit + 0.5001 * ulp(abs(exact), table.dtype)
             assert table.shape == exact.shape and (abs(numpy_of(table, np.longdouble) - exact) <= limit).all()
@@ -72,13 +72,13 @@ def test_cos_and_sin_are_right_to_5e_7_up_to_position_2_24(base, freq_dtype, dev
     for positions in (POSITIONS, POSITIONS.int(), -POSITIONS):
         sign = -1 if positions[1] < 0 else 1
         cos, sin = torch_rope.cos_sin(positions.to(device), freq.to(device))
-        assert (cos.cpu().double() - angle.cos()).abs().max() <= 5e-7
-        assert (sin.cpu().double() - sign * angle.sin()).abs().max() <= 5e-7
+        assert (cos.cpu().double() - angle.cos()).abs().max() <= ANGLE_ERROR
+        assert (sin.cpu().double() - sign * angle.sin()).abs().max() <= ANGLE_ERROR
     # The angles inside rotate are the same: the pair (1, 0) becomes (cos, sin).
     x = torch.zeros(len(POSITIONS), 1, 128, device=device)
     x[..., :64] = 1
     out = torch_rope.rotate(x, inv_freq=freq.to(device), positions=POSITIONS.to(device)).cpu().double().squeeze(1)
-    assert (out - torch.cat([angle.cos(), angle.sin()], -1)).abs().max() <= 5e-7
+    assert (out - torch.cat([angle.cos(), angle.sin()], -1)).abs().max() <= ANGLE_ERROR
 
 
 def test_positions_past_2_24_keep_their_low_bits(device):
@@ -90,8 +90,8 @@ def test_positions_past_2_24_keep_their_low_bits(device):
     two = (torch.stack([t, torch.zeros_like(t)]).to(device) for t in (positions, freq.float()))  # the second axis is 0
     cases.append(torch.ops.rope.axial_cos_sin(*two))
     for cos, sin in cases:
-        assert (cos.cpu().double() - angle.cos()).abs().max() <= 5e-7
-        assert (sin.cpu().double() - angle.sin()).abs().max() <= 5e-7
+        assert (cos.cpu().double() - angle.cos()).abs().max() <= ANGLE_ERROR
+        assert (sin.cpu().double() - angle.sin()).abs().max() <= ANGLE_ERROR
 
 
 def test_the_product_with_attention_factor_is_rounded_once(device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import ALL_CALLS, CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, Source, covering, make_qk, name_of, thread_counts
-from oracle import assert_gradients, numpy_of, table_backward
+from oracle import ANGLE_ERROR, assert_gradients, numpy_of, table_backward
 
 rope = torch.ops.rope
 TABLES = [source for source in SOURCES if "inv_freq" not in source.kind]
@@ -122,5 +122,5 @@ def test_gradient_of_inv_freq_agrees_with_the_oracle(source, dtype, device):
     p = positions[..., None].numpy()
     expected = (p * (sin_grad * cos.numpy() - cos_grad * sin.numpy())).sum((0, 1))
     magnitude = (abs(p) * sum(magnitudes)).sum((0, 1))
-    limit = magnitude * (1e-12 if dtype == freq.dtype == torch.float64 else 5e-7 + 10 * 2**-24)
+    limit = magnitude * (1e-12 if dtype == freq.dtype == torch.float64 else ANGLE_ERROR + 10 * 2**-24)
     assert freq.grad.dtype == freq.dtype and (abs(numpy_of(freq.grad) - expected) <= limit).all()

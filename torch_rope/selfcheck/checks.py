@@ -17,22 +17,27 @@ from torch_rope import reference
 from torch_rope.frequencies import default, has_float64, in_two_parts
 
 rope = torch.ops.rope
-HALF = torch.float16, torch.bfloat16
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # The dtypes of quantised results, and their least and largest numbers.
 QUANTISED = {torch.float8_e4m3fn: (-448, 448), torch.float8_e5m2: (-57344, 57344), torch.int8: (-128, 127)}
 QUOTIENT_ERROR = 2e-6  # the largest error of a number before it is quantised, as a part of its pair's magnitude
 ANGLE_ERROR = 5e-7  # the largest error of cos and sin that are computed from inv_freq at positions below 2^24
 
-# (batch, seq, heads of q, heads of k and v, head_dim, rotary_dim, rotary_start)
-SIZES = [(2, 5, 4, 2, 64, 64, 0), (1, 1, 8, 2, 128, 128, 0), (1, 33, 3, 1, 80, 32, 17), (3, 7, 2, 2, 128, 64, 64)]
+# (batch, seq, heads of q, heads of k and v, head_dim, rotary_dim)
+SIZES = [(2, 5, 3, 1, 64, 64), (4, 1, 9, 3, 64, 64), (1, 130, 4, 2, 128, 128), (3, 7, 2, 2, 80, 32)]
+SIZES += [(2, 3, 5, 1, 66, 66), (2, 2, 1, 1, 100, 52), (2, 6, 3, 3, 192, 64)]
+# The first rotated channel, given head_dim - rotary_dim. With "middle", vectors of 16 bytes stay aligned.
+STARTS = {"first": lambda rest: 0, "second": lambda rest: min(rest, 1), "middle": lambda rest: rest // 16 * 8}
+STARTS["last"] = lambda rest: rest
 # Where the angles come from: a table with a row for each position, token, or head, or frequencies.
 SOURCES = ["position", "token", "head", "inv_freq", "inv_freq in two parts"]
-LAYOUTS = [
-    lambda make, b, s, h, d: make(b, s, h, d),
-    lambda make, b, s, h, d: make(b, h, s, d).transpose(1, 2),
-    lambda make, b, s, h, d: make(b, s, h, 2 * d)[..., ::2],
-    lambda make, b, s, h, d: make(b * s * h * d + 1)[1:].view(b, s, h, d),
-]
+# Memory layouts of a tensor [batch, seq, heads, head_dim], which is part of one that make(*shape) returns.
+LAYOUTS = {
+    "bshd": lambda make, *shape: make(*shape),
+    "bhsd": lambda make, b, s, h, d: make(b, h, s, d).transpose(1, 2),
+    "every second channel": lambda make, b, s, h, d: make(b, s, h, 2 * d)[..., ::2],
+    "odd start": lambda make, b, s, h, d: make(b * s * h * d + 1)[1:].view(b, s, h, d),
+}
 
 
 def exact(value):
@@ -64,14 +69,12 @@ def magnitude(result: Tensor, options: dict) -> Tensor:
     return size
 
 
-def bound_of(dtype: torch.dtype, options: dict) -> tuple[float, float]:
-    """Returns how large an error may be: a number of ulps, and a part of the magnitude."""
-    if dtype in HALF:
+def limits(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm: bool = False) -> tuple[int, float]:
+    """Returns how far a result of dtype may be from the exact one: a number of ulps, and a part of the magnitude."""
+    if dtype.itemsize == 2:
         return 1, 0.0
-    has_norm = "q_norm_weight" in options or options.get("norm_v")
-    ulps = 6 if has_norm else 2 if options.get("attention_factor", 1.0) == 1.0 else 3
-    # In float64 the expected result has an error of its own.
-    return (ulps + 2, 0.0) if dtype == torch.float64 else (ulps, ANGLE_ERROR * ("inv_freq" in options))
+    ulps = 6 if norm else 2 if attention_factor == 1.0 else 3
+    return ulps, ANGLE_ERROR if dtype == torch.float32 and "inv_freq" in angles else 0.0
 
 
 def describe_call(op: str, args: tuple, options: dict) -> str:
@@ -94,7 +97,7 @@ class Check:
     def __init__(self, device: torch.device):
         self.device = device
         self.before_call = lambda text: None  # takes the text of each call before the call is made
-        self.dtypes = [torch.float32, *HALF] + [torch.float64] * has_float64(device)
+        self.dtypes = DTYPES[: 3 + has_float64(device)]
         self.quantised = list(QUANTISED) if device.type != "mps" else [torch.int8]  # Metal has no float8
         self.last_call = ""
         self.largest = 0.0  # the largest error so far, as a part of the allowed error
@@ -163,9 +166,10 @@ class Check:
         """
         torch.manual_seed(number)
         pick, source = random.Random(number), SOURCES[number % len(SOURCES)]
-        b, s, heads, kv_heads, head_dim, rotary_dim, start = pick.choice(SIZES)
+        b, s, heads, kv_heads, head_dim, rotary_dim = pick.choice(SIZES)
+        start = pick.choice(list(STARTS.values()))(head_dim - rotary_dim)
         kv_heads = heads if source == "head" else kv_heads
-        layout, make = pick.choice(LAYOUTS), partial(self.make, dtype=dtype)
+        layout, make = pick.choice(list(LAYOUTS.values())), partial(self.make, dtype=dtype)
         xs = [layout(make, b, s, h, head_dim) for h in (heads, kv_heads, kv_heads)]
         options = self.angles(pick, source, b, s, heads, rotary_dim // 2, dtype)
         options |= {"interleaved": pick.random() < 0.5, "rotary_start": start}
@@ -194,7 +198,7 @@ class Check:
         results = []
         for name, x, shape in zip("qkv", xs, [(b, s), (blocks, cells), (blocks, cells)], strict=True):
             of = pick.choice((dtype, *self.quantised))
-            results.append(pick.choice(LAYOUTS[:2])(partial(self.make, dtype=of), *shape, *x.shape[-2:]))
+            results.append(LAYOUTS[pick.choice(("bshd", "bhsd"))](partial(self.make, dtype=of), *shape, *x.shape[-2:]))
             if of != dtype:  # some normally distributed numbers are saturated
                 scale = (0.5 + torch.rand(pick.choice((1, x.shape[-2])))) * 3 / QUANTISED[of][1]
                 options[f"{name}_scale"] = scale.to(self.device)
@@ -212,7 +216,9 @@ class Check:
         exact_xs, before = list(map(exact, xs)), list(map(torch.clone, xs))
         exact_options = {name: exact(value) for name, value in (reference_options or options).items()}
         outs = self.call(op, *xs, **options)
-        bound = bound_of(xs[0].dtype, options)
+        dtype, has_norm = xs[0].dtype, "q_norm_weight" in options or options.get("norm_v", False)
+        ulps, part = limits(dtype, options, options.get("attention_factor", 1.0), has_norm)
+        bound = ulps + 2 * (dtype == torch.float64), part  # in float64 the expected result has an error of its own
         if op == "rotate_into_cache_":
             unchanged = (0, 1, 2) if "q_out" in options else (1, 2)
             results = options.get("q_out", xs[0]), *xs[3:]
@@ -268,7 +274,7 @@ class Check:
             found.append(torch.autograd.grad(outs, list(leaves.values()), list(map(copy, given))))
         for name, actual, expected in zip(of, *found, strict=True):
             # The arithmetic has an error that is relative to the largest gradient; a 16-bit result is also rounded.
-            largest, is_half = expected.abs().max().expand(expected.shape), actual.dtype in HALF
+            largest, is_half = expected.abs().max().expand(expected.shape), actual.dtype.itemsize == 2
             error = ulp(torch.float32 if is_half else actual.dtype, largest)
             # In float64 the expected sums over heads and tokens have an error too.
             error *= 24 if actual.dtype == torch.float64 and name in ("cos", "sin", "inv_freq") else 12

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.emulator
 
 def meta(*shape, dtype=torch.float32, layout="bshd"):
     """Returns a tensor [batch, seq, heads, head_dim] without memory."""
-    return LAYOUTS[layout](torch.Size(shape), dtype, "meta")
+    with torch.device("meta"):
+        return LAYOUTS[layout](shape, dtype, "meta")
 
 
 def last_offset(t):
