@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from setuptools import Distribution, setup
+from setuptools import setup
 
 # pyproject.toml does not ask for torch: pip would then build in an environment of its own, with the newest torch instead
 # of the one that is installed.
@@ -110,7 +110,8 @@ elif "sdist" not in sys.argv and (wanted == "1" or (torch.version.cuda and wante
     sys.exit(f"torch_rope cannot be built for CUDA: {reason}. {advice}")
 
 
-ADDRESS = "https://github.com/OWNER/torch_rope"  # README.md and pyproject.toml have this placeholder
+ADDRESS = "https://github.com/OWNER/torch_rope"  # a placeholder in README.md
+PAGES = {"Source": "", "Documentation": "/tree/HEAD/docs", "Issues": "/issues", "Changes": "/blob/HEAD/CHANGELOG.md"}
 
 
 def address() -> str | None:
@@ -125,18 +126,13 @@ def address() -> str | None:
     return f"https://{url.hostname}{port}{url.path.rstrip('/').removesuffix('.git')}"
 
 
-class Metadata(Distribution):
-    """Puts the address of the repository in the place of the placeholder, and in front of README's links."""
-
-    def parse_config_files(self, *args, **kwargs):
-        super().parse_config_files(*args, **kwargs)
-        own, metadata = address(), self.metadata
-        urls = metadata.project_urls.items() if own else ()  # a placeholder leads nowhere
-        metadata.project_urls = {name: url.replace(ADDRESS, own) for name, url in urls}
-        if own:
-            text = metadata.long_description.replace(ADDRESS, own)
-            text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{own}/raw/HEAD/", text)
-            metadata.long_description = re.sub(r"(\]\()(?!\w+:|#)", rf"\1{own}/blob/HEAD/", text)
+def readme(own: str | None) -> str:
+    """Returns README.md. If the address of the repository is known, its links and pictures lead there."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if own:
+        text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{own}/raw/HEAD/", text.replace(ADDRESS, own))
+        text = re.sub(r"(\]\()(?!\w+:|#)", rf"\1{own}/blob/HEAD/", text)
+    return text
 
 
 class Build(BuildExtension):
@@ -210,6 +206,7 @@ elif not (ROOT / "PKG-INFO").exists():
     label = f"+torch{TORCH}" + ("" if reason else ".cu" + torch.version.cuda.replace(".", ""))
 
 [version] = re.findall(r'^__version__ = "(.*)"', (ROOT / "torch_rope/__init__.py").read_text(), re.M)
+own = address()
 
 setup(
     install_requires=[requirement],
@@ -226,5 +223,7 @@ setup(
         )
     ],
     cmdclass={"build_ext": Build},
-    distclass=Metadata,
+    long_description=readme(own),
+    long_description_content_type="text/markdown",
+    project_urls={name: own + path for name, path in PAGES.items()} if own else {},
 )

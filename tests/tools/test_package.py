@@ -52,7 +52,10 @@ ARCHITECTURES = {
 
 def test_setup_and_import_say_in_one_line_why_they_cannot_work_and_setup_packs_every_file(tmp_path):
     release = ".".join(torch.__version__.split(".")[:2])
-    pack = f"sys.argv = ['setup.py', '--quiet', 'egg_info', '--egg-base', {str(tmp_path)!r}]"
+    repository = {"GIT_DIR": str(tmp_path / "git")}
+    command = "git init --quiet && git remote add origin git@host.org:some/rope.git"
+    subprocess.run(command, shell=True, env=os.environ | repository)
+    pack = f"os.environ.update({repository}); sys.argv = ['setup.py', '--quiet', 'egg_info', '--egg-base', {str(tmp_path)!r}]"
     programs = [f"{change}; runpy.run_path('setup.py')" for change in [*REFUSED, pack]]
     programs += [
         f"has_nvcc({nvcc!r}, {cuda!r}); runpy.run_path('setup.py'); assert os.environ['TORCH_CUDA_ARCH_LIST'] == {known!r}"
@@ -94,6 +97,10 @@ for i, program in enumerate({programs}):
     for message, line in zip(REFUSED.values(), printed, strict=False):
         assert re.search(message, line) and "\n" not in line, line
     assert printed[-2].startswith(f"torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
+    information = (tmp_path / "torch_rope.egg-info/PKG-INFO").read_text()
+    # An address, that of a page, and a link. setup.py asks git for them in a clone only.
+    found = [f"https://host.org/some/rope{path}" in information for path in (" ", "/issues", "/blob/HEAD/docs/")]
+    assert found == [(ROOT / ".git").exists()] * 3
     packed = set((tmp_path / "torch_rope.egg-info/SOURCES.txt").read_text().replace("\n./", "\n").splitlines())
     folders = (path for folder in ("csrc", "shaders", "torch_rope") for path in (ROOT / folder).rglob("*"))
     files = {str(p.relative_to(ROOT)) for p in folders if p.is_file() and p.suffix not in (".so", ".pyc")}
