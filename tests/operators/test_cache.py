@@ -4,37 +4,11 @@ import itertools
 import math
 import random
 
+import cases
 import numpy as np
 import pytest
 import torch
 from caches import Caches, bits, check, garbage, make_norm, positions_of
-from cases import (
-    ALL_CALLS,
-    CACHES,
-    CALLS,
-    CELLS,
-    DTYPES,
-    EXHAUSTIVE,
-    KERNELS,
-    LAYOUTS,
-    QUANTISED,
-    SCALES,
-    SLOW,
-    SOURCES,
-    covering,
-    make_angles,
-    many,
-    misplace_pads,
-    moved,
-    name_of,
-    need,
-    on_gpu,
-    set_apart,
-    some_slots,
-    spread,
-    supported,
-    thread_counts,
-)
 from oracle import numpy_of, quantise
 
 import torch_rope
@@ -54,23 +28,25 @@ def allowed(size, dims, source, cache, slots, weights, norm_v, eager_rounding, q
         return False
     if eager_rounding and (norm_v or weights != "none"):
         return False
-    return slots == "none" or source not in CELLS
+    return slots == "none" or source not in cases.CELLS
 
 
-FACTORS = CALLS | {
-    "source": (SOURCES[1::2] if SLOW else SOURCES) + CELLS,
+FACTORS = cases.CALLS | {
+    "source": (cases.SOURCES[1::2] if cases.SLOW else cases.SOURCES) + cases.CELLS,
     "dims": [4, 3],
     # qkv: q, k and v are slices of one tensor. k and v are only read, so they may be expanded, and v may be k.
-    "q": ["qkv", *LAYOUTS],
-    "k": [*LAYOUTS, "expanded"],
-    "v": [*LAYOUTS, "expanded", "k"],
+    "q": ["qkv", *cases.LAYOUTS],
+    "k": [*cases.LAYOUTS, "expanded"],
+    "v": [*cases.LAYOUTS, "expanded", "k"],
     "v_shape": [None, None, (1, 201), (2, 200), (3, 16), (0, 8)],  # heads and head_dim; None: those of k
-    "cache": list(CACHES),
+    "cache": list(cases.CACHES),
     "slots": ["none", "int64 [S]", "strided int32 [S]", "int64 [B,S]", "strided int32 [B,S]", "[B,S] by column"],
     "weights": ["none", "dtype of x", "float32", "strided", "over heads"],
-    "quantised": [(None, None), *itertools.product([None, *QUANTISED], QUANTISED), (torch.int8, None)][:: 1 + 2 * SLOW],
-    "q_out": [None, "q", *LAYOUTS],
-    "q_dtype": [None, *QUANTISED],  # None: that of q
+    "quantised": [(None, None), *itertools.product([None, *cases.QUANTISED], cases.QUANTISED), (torch.int8, None)][
+        :: 1 + 2 * cases.SLOW
+    ],
+    "q_out": [None, "q", *cases.LAYOUTS],
+    "q_dtype": [None, *cases.QUANTISED],  # None: that of q
     "scales": ["one element", "no dimensions", "heads", "strided", "unusual"],  # unusual: of heads, any of SCALES
     "norm_v": [False, True],
     "eager_rounding": [False, True],
@@ -84,27 +60,27 @@ def make_qkv(case, k_heads, device):
 
     def make(layout, heads, dim=head_dim):
         if layout == "expanded":
-            return LAYOUTS["bshd"](torch.Size((batch, seq, 1, dim)), dtype, device).expand(-1, -1, heads, -1)
-        return LAYOUTS[layout](torch.Size((batch, seq, heads, dim)), dtype, device)
+            return cases.LAYOUTS["bshd"](torch.Size((batch, seq, 1, dim)), dtype, device).expand(-1, -1, heads, -1)
+        return cases.LAYOUTS[layout](torch.Size((batch, seq, heads, dim)), dtype, device)
 
     if case["q"] == "qkv":
         q, k, v = make("bshd", q_heads + 2 * k_heads).split([q_heads, k_heads, k_heads], 2)
     else:
         q, k = make(case["q"], q_heads), make(case["k"], k_heads)
         v = k if case["v"] == "k" else make(case["v"], k_heads)
-    return q, k, v if v_shape is None else make(case["v"] if case["v"] in LAYOUTS else "expanded", *v_shape)
+    return q, k, v if v_shape is None else make(case["v"] if case["v"] in cases.LAYOUTS else "expanded", *v_shape)
 
 
 def make_slots(kind, batch, seq, cells, device):
     """Returns random slots below `cells`, with the first and the last. kind: of FACTORS["slots"], and not "none"."""
     dtype = torch.int32 if "int32" in kind else torch.int64
-    slots = some_slots((seq,) if kind.endswith("[S]") else (batch, seq), cells, dtype, device)
+    slots = cases.some_slots((seq,) if kind.endswith("[S]") else (batch, seq), cells, dtype, device)
     if (slots >= 0).any():
         slots[slots == slots[slots >= 0].min()] = 0
         slots[slots == slots.max()] = cells - 1
     if "strided" in kind:
         steps, gaps = (3, 2), (1, 5)
-        return moved(spread(slots.cpu(), steps[-slots.dim() :], gaps[-slots.dim() :]), device)
+        return cases.moved(cases.spread(slots.cpu(), steps[-slots.dim() :], gaps[-slots.dim() :]), device)
     return slots.mT.contiguous().mT if "column" in kind else slots
 
 
@@ -116,51 +92,60 @@ def make_scales(kind, dtypes, heads, device):
             continue
         scale = torch.rand(1 if kind in ("one element", "no dimensions") else n) + 0.5
         scale *= {torch.int8: 0.03, torch.float8_e4m3fn: 0.01, torch.float8_e5m2: 0.0001}[dtype]
-        scale *= torch.tensor(SCALES)[torch.randint(len(SCALES), scale.shape)] if kind == "unusual" else 1
-        scale = spread(scale, (step,), (1,)) if kind == "strided" else scale
-        scales[name] = scale.view(()).to(device) if kind == "no dimensions" else moved(scale, device)
+        scale *= torch.tensor(cases.SCALES)[torch.randint(len(cases.SCALES), scale.shape)] if kind == "unusual" else 1
+        scale = cases.spread(scale, (step,), (1,)) if kind == "strided" else scale
+        scales[name] = scale.view(()).to(device) if kind == "no dimensions" else cases.moved(scale, device)
     return scales
 
 
-CASES = covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")], exhaustive=ALL_CALLS)
+CASES = cases.covering(
+    FACTORS, allowed, interacting=[*cases.KERNELS[1:], ("cache", "slots", "dims")], exhaustive=cases.ALL_CALLS
+)
 # (size, heads and head_dim of v): k has no heads, no channels, or fewer of them than v. A head of 258 channels is more than
 # the threads of CUDA take at once.
 OF_V = [((2, 5, 4, 0, 32, 16), (3, 32)), ((2, 5, 4, 2, 32, 16), (2, 72)), ((2, 5, 4, 1, 0, 0), (1, 2060))]
 OF_V += [((2, 5, 2, 1, 258, 258), (2, 300))]
 CASES += [
     case
-    | {"size": size, "source": SOURCES[8], "v_shape": v_shape, "slots": "int64 [B,S]", "dims": 4, "weights": "none"}
+    | {
+        "size": size,
+        "source": cases.SOURCES[8],
+        "v_shape": v_shape,
+        "slots": "int64 [B,S]",
+        "dims": 4,
+        "weights": "none",
+    }
     for case, (size, v_shape) in zip(CASES, OF_V * 2, strict=False)
 ]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", CASES, ids=cases.name_of)
 def test_rotate_into_cache_writes_what_the_functional_operators_return(case, device):
     size, source, dtype = case["size"], case["source"], case["dtype"]
-    need(device, dtype, source.freq_dtype)
-    quantised = [d if supported(device, d) else torch.int8 for d in (case["q_dtype"], *case["quantised"])]
+    cases.need(device, dtype, source.freq_dtype)
+    quantised = [d if cases.supported(device, d) else torch.int8 for d in (case["q_dtype"], *case["quantised"])]
     batch, seq, q_heads, _, head_dim, _ = size
     table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    k_heads, angles = make_angles(size, source, table_dtype, device, case["start"])
+    k_heads, angles = cases.make_angles(size, source, table_dtype, device, case["start"])
     q, k, v = make_qkv(case, k_heads, device)
-    if not case["norm_v"] and case["v"] in LAYOUTS:
+    if not case["norm_v"] and case["v"] in cases.LAYOUTS:
         least = 2.0**-126 if device == "mps" and case["scales"] == "unusual" else 0  # Metal may take less for zeros
         v.copy_((numbers := garbage(v.shape, dtype)).masked_fill(numbers.abs() < least, 0))
     if case["slots"] == "none":
-        set_apart(angles, batch, seq + 40)
+        cases.set_apart(angles, batch, seq + 40)
         slots, blocks = None, batch + 2
         block_size = max(positions_of(q, **angles).flatten(), default=0) + 1  # so the last cell of a block is written
     else:
         block_size = 13 if "sequence" not in case["cache"] else batch * seq + 5
         blocks = batch * seq // block_size + 2 if "sequence" not in case["cache"] else 1
         slots = make_slots(case["slots"], batch, seq, blocks * block_size, device)
-        misplace_pads(angles, slots)
+        cases.misplace_pads(angles, slots)
     norm = make_norm(case["weights"], head_dim, dtype, device, heads=(q_heads, k_heads))
     caches = Caches(case["cache"], blocks, block_size, *k.shape[2:], dtype, device, case["v_shape"], quantised[1:])
     results = make_scales(case["scales"], quantised, (q_heads, k_heads, v.shape[-2]), device)
     results["norm_v"] = case["norm_v"]
-    q_out = LAYOUTS.get(case["q_out"], lambda *_: q)(q.shape, quantised[0] or dtype, device)
+    q_out = cases.LAYOUTS.get(case["q_out"], lambda *_: q)(q.shape, quantised[0] or dtype, device)
     if case["dims"] == 3:
         q, k, v, q_out = q[0], k[0], v[0], q_out[0]
     if case["q_out"]:
@@ -169,12 +154,14 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
     check(q, k, v, caches, angles, slots, norm, results, **options)
 
 
-@pytest.mark.parametrize("start", range(0, 600 if EXHAUSTIVE else 60 if SLOW else 120, 10))
+@pytest.mark.parametrize("start", range(0, 600 if cases.EXHAUSTIVE else 60 if cases.SLOW else 120, 10))
 def test_any_call_writes_the_right_values_and_nothing_else(start, device):
     """A call may have any size, and nothing to do at all: no batch, no token, no head or no channel."""
     for seed in range(start, start + 10):
         draw, case = random.Random(seed), None
-        while case is None or not allowed(**case) or not supported(device, case["dtype"], case["source"].freq_dtype):
+        while (
+            case is None or not allowed(**case) or not cases.supported(device, case["dtype"], case["source"].freq_dtype)
+        ):
             case = {name: draw.choice(values) for name, values in FACTORS.items()}
             pairs, rest = draw.choice([draw.randint(0, 3), draw.randint(0, 40)]), draw.randint(0, 9)
             case["size"] = *(draw.randint(0, most) for most in (3, 8, 3, 3)), 2 * pairs + rest, 2 * pairs
@@ -187,12 +174,12 @@ def test_any_call_writes_the_right_values_and_nothing_else(start, device):
 @pytest.mark.parametrize("layout", ["sequence", "vLLM's LBNHC", "vLLM's LBHNC", "vLLM's BLHNC"])
 def test_a_step_of_vllm_or_sglang_is_written(layout, tables, stored, device):
     """Their tables are the halves of one tensor, and each of their scales is one number without dimensions."""
-    need(device, stored or torch.bfloat16)
+    cases.need(device, stored or torch.bfloat16)
     q, k, v = torch.randn(9, 8, 64).bfloat16().to(device).split([4, 2, 2], 1)
     caches = Caches(layout, 3, 16, 2, 64, torch.bfloat16, device, quantised=(stored, stored))
     table = torch.cat(torch_rope.cos_sin(torch.arange(40), torch_rope.inv_freq(48)), -1).to(device, tables)
     angles = {"cos": table[:, :24], "sin": table[:, 24:], "positions": torch.randint(40, (9,)).to(device)}
-    slots = some_slots((9,), caches.k[..., 0, 0].numel(), torch.int64, device)
+    slots = cases.some_slots((9,), caches.k[..., 0, 0].numel(), torch.int64, device)
     scales = make_scales("no dimensions", (None, stored, stored), [1] * 3, device)
     check(q, k, v, caches, angles, slots, None, scales, eager_rounding=tables == torch.bfloat16)
 
@@ -208,17 +195,17 @@ def quantised_by_torch(x, scale, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("stored", QUANTISED, ids=str)
+@pytest.mark.parametrize("stored", cases.QUANTISED, ids=str)
 def test_all_numbers_are_quantised_as_torch_quantises_them(stored, dtype, device):
     """All float16 and all bfloat16 numbers are, and many random float32 bits: with NaNs, infinities and subnormals.
 
     Only the sign of a NaN is another one: PyTorch keeps it, and we drop it, because the instructions of GPUs do. Heads
     are rotated by a zero angle, which changes no finite number, or not rotated, or they are those of v.
     """
-    need(device, stored)
-    for i, scale in enumerate(SCALES[:2] if on_gpu(device) else SCALES):
+    cases.need(device, stored)
+    for i, scale in enumerate(cases.SCALES[:2] if cases.on_gpu(device) else cases.SCALES):
         if dtype == torch.float32:
-            n = (10000 if EXHAUSTIVE else 2000) if i == 0 and not on_gpu(device) else 64
+            n = (10000 if cases.EXHAUSTIVE else 2000) if i == 0 and not cases.on_gpu(device) else 64
             x = torch.randint(-(2**31), 2**31 - 1, (n, 8, 128)).to(torch.int32).view(torch.float32)
         else:
             x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(64, 8, 128)
@@ -233,18 +220,18 @@ def test_all_numbers_are_quantised_as_torch_quantises_them(stored, dtype, device
             for cache, given in (k_cache, k), (v_cache, x):
                 found, expected = bits(cache), quantised_by_torch(given.cpu().float(), scale.cpu(), stored)
                 expected = expected.where(~expected.view(stored).float().isnan(), expected & 0x7F)
-                if on_gpu(device):  # so may be the bits of its mantissa
+                if cases.on_gpu(device):  # so may be the bits of its mantissa
                     found, expected = (t.where(~t.view(stored).float().isnan(), 0) for t in (found, expected))
                 if device == "mps":  # Metal may take subnormal numbers for zeros
                     found, expected = (t.where(given.cpu().float().abs() >= 2.0**-126, 0) for t in (found, expected))
                 assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("stored", QUANTISED, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", cases.QUANTISED, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_each_head_may_have_any_scale(dtype, stored, device):
     """A head has whole vectors and a rest of channels before the rotated ones, in both of their halves, and after them."""
-    need(device, stored)
+    cases.need(device, stored)
     case = {name: values[0] for name, values in FACTORS.items()} | {"size": (2, 3, 6, 6, 216, 132), "cache": "blocks"}
     case |= {"start": "middle", "dtype": dtype, "q_out": "bshd", "scales": "unusual"}
     case |= {"q_dtype": stored, "quantised": (stored, stored)}
@@ -255,12 +242,12 @@ def test_each_head_may_have_any_scale(dtype, stored, device):
 
 def test_numbers_of_float64_are_rounded_once(device):
     """A number that float32 would round to the middle of two float8 numbers is rounded to the nearer one."""
-    need(device, torch.float64)
+    cases.need(device, torch.float64)
     middle = torch.tensor([1.0625, 1.1875, -17.0, 0.0009765625 * 1.5, -300.0, 447.0, 464.0], dtype=torch.float64)
     special = torch.tensor([1e300, -1e300, 1e-300, 0.0, -0.0], dtype=torch.float64)
     x = torch.cat([middle, middle * (1 + 1e-12), middle * (1 - 1e-12), special]).view(1, 1, -1)
     scale, angles = torch.tensor(0.5, device=device), torch.ones(1, 0, device=device).double()
-    for dtype in QUANTISED:
+    for dtype in cases.QUANTISED:
         cache, given = torch.empty(x.shape, dtype=torch.int8, device=device).view(dtype), x.to(device)
         scales = {"k_scale": scale, "v_scale": scale}
         rope.rotate_into_cache_(given.clone(), given, given, cache, cache.clone(), angles, angles, **scales)
@@ -327,16 +314,16 @@ def test_two_tokens_with_one_cell_are_found_at_any_distance_of_cells(step):
     "layout, weights, dtype", [("heads sequence", "dtype of x", torch.float32), ("kv blocks", "none", torch.bfloat16)]
 )
 def test_a_large_prompt_has_the_same_bits_with_any_number_of_threads(layout, weights, dtype, device):
-    seq, head_dim = many(300, device), 128
+    seq, head_dim = cases.many(300, device), 128
     norm = make_norm(weights, head_dim, dtype, device)
-    slots = some_slots((1, seq), seq, torch.int32, device) if layout == "kv blocks" else None
-    for _ in thread_counts():
+    slots = cases.some_slots((1, seq), seq, torch.int32, device) if layout == "kv blocks" else None
+    for _ in cases.thread_counts():
         check(*a_call(1, seq, 1, dtype, device, layout, (8, 4), head_dim), slots, norm)
 
 
 @pytest.mark.parametrize("layout", ["blocks", "blocks heads"])
 def test_a_cache_may_have_more_than_2_31_elements(layout, untouched):
-    k_cache, v_cache = CACHES[layout](
+    k_cache, v_cache = cases.CACHES[layout](
         lambda *shape: untouched(math.prod(shape), torch.half).view(shape), 3, 2**20, 8, 128
     )
     device = k_cache.device

@@ -1,25 +1,9 @@
 """Tests the values and the gradients of norm_rotate_qk: they are close to the oracle, and have the same bits in every
 layout. For derivatives of any order see test_autograd.py."""
 
+import cases
 import pytest
 import torch
-from cases import (
-    ALL_CALLS,
-    CALLS,
-    DTYPES,
-    KERNELS,
-    LAYOUTS,
-    SLOW,
-    SOURCES,
-    Source,
-    assert_same,
-    covering,
-    make_qk,
-    many,
-    name_of,
-    on_gpu,
-    thread_counts,
-)
 from oracle import assert_accurate, assert_close, limits, limits_of_reference, rotate
 
 import torch_rope
@@ -30,14 +14,14 @@ norm_rotate_qk = rope.norm_rotate_qk
 
 # A weight is kept in float32 or in the dtype of x ("own"). Its elements are adjacent in memory unless it is strided.
 WEIGHTS = ["float32", "own", "float32 strided", "own strided"]
-FACTORS = CALLS | {
-    "source": SOURCES[:: 2 if SLOW else 1],
+FACTORS = cases.CALLS | {
+    "source": cases.SOURCES[:: 2 if cases.SLOW else 1],
     "q_weight": WEIGHTS,
     "k_weight": WEIGHTS,
     "over_heads": [False, True],
     "norm_eps": [1e-6, 1e-5, 0.0, 0.5, 1e3],
-    "q_grad": list(LAYOUTS),
-    "k_grad": list(LAYOUTS),
+    "q_grad": list(cases.LAYOUTS),
+    "k_grad": list(cases.LAYOUTS),
     "attention_factor": [1.0, 1.2079441541679836, -0.37],
     "tables": ["float32", "dtype of x"],
 }
@@ -56,7 +40,7 @@ def make(size, source, layouts, dtype, device, kinds=("float32", "float32"), ove
     layouts: those of q and k. over_heads: there is a weight for each head, so all heads of a token are normalised
     together.
     """
-    q, k, angles = make_qk(device, size, source, *layouts, dtype, **more)
+    q, k, angles = cases.make_qk(device, size, source, *layouts, dtype, **more)
     heads = [x.shape[2:3] if over_heads else () for x in (q, k)]
     return [q, k, *(weight(kind, size[-2], dtype, device, *h) for kind, h in zip(kinds, heads, strict=True))], angles
 
@@ -86,7 +70,9 @@ def like(outs):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
+@pytest.mark.parametrize(
+    "case", cases.covering(FACTORS, interacting=cases.KERNELS, exhaustive=cases.ALL_CALLS), ids=cases.name_of
+)
 def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
     """A gradient has the dtype and shape of its input. Results, and gradients of q and k, have the strides of
     torch.empty_like."""
@@ -94,15 +80,17 @@ def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
     before, inputs = [t.clone() for t in tensors], [t.detach().requires_grad_() for t in tensors]
     outs = norm_rotate_qk(*inputs, **angles, **options)
     assert_right(outs, tensors, angles, **options)
-    given = [LAYOUTS[case[f"{name}_grad"]](x.shape, x.dtype, device) for name, x in zip("qk", inputs, strict=False)]
+    given = [
+        cases.LAYOUTS[case[f"{name}_grad"]](x.shape, x.dtype, device) for name, x in zip("qk", inputs, strict=False)
+    ]
     gradients = torch.autograd.grad(outs, inputs, given)
     assert_accurate(gradients, tensors, given, angles, **options)
-    assert_same(tensors, before)
+    cases.assert_same(tensors, before)
     for x, g in zip(inputs, gradients, strict=True):
         assert g.dtype == x.dtype and g.shape == x.shape
     for x, out, g in zip(tensors, outs, gradients, strict=False):
         assert out.stride() == g.stride() == torch.empty_like(x).stride()
-    if not on_gpu(device):
+    if not cases.on_gpu(device):
         outs = reference.norm_rotate_qk(*tensors, **angles, **options)
         assert_right(outs, tensors, angles, limits=limits_of_reference, **options)
 
@@ -116,11 +104,14 @@ LONG_SUMS = [
 
 
 @pytest.mark.parametrize("head_dims, heads, k_heads, over_heads", LONG_SUMS)
-@pytest.mark.parametrize("number, dtype", list(enumerate(DTYPES)), ids=str)
+@pytest.mark.parametrize("number, dtype", list(enumerate(cases.DTYPES)), ids=str)
 def test_long_sums_are_accurate(number, dtype, head_dims, heads, k_heads, over_heads, device):
     """Some heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
     head_dim = head_dims[number]
-    size, source = (1, 5, heads, k_heads, head_dim, head_dim), Source("head") if heads == k_heads else SOURCES[2]
+    size, source = (
+        (1, 5, heads, k_heads, head_dim, head_dim),
+        cases.Source("head") if heads == k_heads else cases.SOURCES[2],
+    )
     tensors, angles = make(size, source, ("bshd", "bhsd"), dtype, device, ("own",) * 2, over_heads=over_heads)
     if over_heads:
         tensors[0][..., ::2, :] = 1.2345
@@ -138,13 +129,13 @@ def test_long_sums_are_accurate(number, dtype, head_dims, heads, k_heads, over_h
 
 ONE_HEAD = {
     "norm": ["none", "each head", "over heads"],
-    "dtype": DTYPES,
+    "dtype": cases.DTYPES,
     "head_dim": [128, 80, 7],
     "interleaved": [False, True],
 }
 
 
-@pytest.mark.parametrize("case", covering(ONE_HEAD), ids=name_of)
+@pytest.mark.parametrize("case", cases.covering(ONE_HEAD), ids=cases.name_of)
 def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
     """The result of a head does not depend on the layout, nor on the other tokens and heads of the call.
 
@@ -152,7 +143,7 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
     """
     norm, dtype, head_dim, interleaved = case.values()
     size, over_heads = (2, 5, 6, 2, head_dim, head_dim // 2 * 2), norm == "over heads"
-    (q, k, *weights), angles = make(size, Source("table"), ("bshd", "bshd"), dtype, device, over_heads=over_heads)
+    (q, k, *weights), angles = make(size, cases.Source("table"), ("bshd", "bshd"), dtype, device, over_heads=over_heads)
 
     def call(q, k, q_weight=weights[0], k_weight=weights[1], offset=2):
         options = {**angles, "offset": offset, "interleaved": interleaved}
@@ -160,25 +151,25 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
         return (norm_rotate_qk if given else rope.rotate_qk)(q, k, *given, **options)
 
     whole = call(q, k)
-    for q_layout, k_layout in zip(LAYOUTS.values(), reversed(LAYOUTS.values()), strict=True):
-        assert_same(call(*(f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))), whole)
+    for q_layout, k_layout in zip(cases.LAYOUTS.values(), reversed(cases.LAYOUTS.values()), strict=True):
+        cases.assert_same(call(*(f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))), whole)
     for token, head in (0, 1), (4, 0):
         here = (slice(1, 2), slice(token, token + 1), slice(None) if over_heads else slice(head, head + 1))
-        assert_same(call(q[here], k[here], offset=2 + token), [t[here] for t in whole])
-    assert_same(call(q[1], k[1]), [t[1] for t in whole])
+        cases.assert_same(call(q[here], k[here], offset=2 + token), [t[here] for t in whole])
+    cases.assert_same(call(q[1], k[1]), [t[1] for t in whole])
     # q has the same bits with another k, and if it is passed as k.
     assert torch.equal(call(q, q, k_weight=weights[0])[1], whole[0])
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES[:3], ids=str)
 def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interleaved, norm, device):
     """Fewer rotated pairs move the end of the vector loop.
 
     The values are small integers, whose sum of squares is exact, so a head may be put into another order.
     """
-    tensors, angles = make((2, 9, 3, 1, 128, 128), SOURCES[0], ("bshd", "bshd"), dtype, device)
+    tensors, angles = make((2, 9, 3, 1, 128, 128), cases.SOURCES[0], ("bshd", "bshd"), dtype, device)
     tensors = [torch.randint(-9, 10, t.shape, device=device).to(t.dtype) for t in tensors[: 4 if norm else 2]]
     function = norm_rotate_qk if norm else rope.rotate_qk
     whole = function(*tensors, **angles, interleaved=interleaved)
@@ -188,22 +179,24 @@ def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interl
             order = torch.cat([order[:pairs], order[64 : 64 + pairs], order[pairs:64], order[64 + pairs :]])
         tables = [angles[name][:, :pairs] for name in ("cos", "sin")]
         outs = function(*(t[..., order] for t in tensors), *tables, interleaved=interleaved)
-        assert_same([t[..., : 2 * pairs] for t in outs], [t[..., order[: 2 * pairs]] for t in whole])
+        cases.assert_same([t[..., : 2 * pairs] for t in outs], [t[..., order[: 2 * pairs]] for t in whole])
 
 
 @pytest.mark.parametrize("head_dim, over_heads, dtype", [(128, False, torch.bfloat16), (100, True, torch.float32)])
 def test_many_tokens_have_the_bits_of_shorter_calls(head_dim, over_heads, dtype, device):
     """The bits do not depend on the number of threads either."""
-    seq = many(800, device)
+    seq = cases.many(800, device)
     size = (2, seq, 8, 2, head_dim, head_dim)
-    (q, k, *weights), angles = make(size, Source("inv_freq"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads)
+    (q, k, *weights), angles = make(
+        size, cases.Source("inv_freq"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads
+    )
     whole = norm_rotate_qk(q, k, *weights, **angles)
     for start in range(0, seq, seq // 8):
         piece = slice(start, start + seq // 8)
         outs = norm_rotate_qk(q[:, piece], k[:, piece], *weights, **angles, offset=start)
-        assert_same(outs, [t[:, piece] for t in whole])
-    for _ in thread_counts():
-        assert_same(norm_rotate_qk(q, k, *weights, **angles), whole)
+        cases.assert_same(outs, [t[:, piece] for t in whole])
+    for _ in cases.thread_counts():
+        cases.assert_same(norm_rotate_qk(q, k, *weights, **angles), whole)
 
 
 # ---- corners ----
@@ -248,27 +241,27 @@ def test_gradients_of_weights_are_accurate_for_many_tokens(positive, dtype, over
     """All terms of the sum may have one sign. The bits are the same each time, with any number of threads and in any
     layout: the order of a sum is the order of tokens and heads, not of their addresses."""
     heads = (8, 2) if positive else (2, 8)
-    size = (2, many(1000, device), *heads, 24, 16)
-    tensors, angles = make(size, Source("table"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads)
+    size = (2, cases.many(1000, device), *heads, 24, 16)
+    tensors, angles = make(size, cases.Source("table"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads)
     outs = norm_rotate_qk(*tensors, **angles)
     given = list(outs) if positive else like(outs)  # with outs the terms are squares times the weight
     gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
     assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
-    for _ in thread_counts():
-        assert_same(rope._norm_rotate_qk_backward(*given, *tensors, **angles), gradients)
-    for layout in LAYOUTS.values():
+    for _ in cases.thread_counts():
+        cases.assert_same(rope._norm_rotate_qk_backward(*given, *tensors, **angles), gradients)
+    for layout in cases.LAYOUTS.values():
         laid = [layout(t.shape, dtype, device).copy_(t) for t in (*given, *tensors[:2])]
-        assert_same(rope._norm_rotate_qk_backward(*laid, *tensors[2:], **angles), gradients)
+        cases.assert_same(rope._norm_rotate_qk_backward(*laid, *tensors[2:], **angles), gradients)
 
 
 @pytest.mark.parametrize("head_dim, value", [(64, torch.nan), (80, torch.inf), (7, 0.0)])
 def test_a_head_that_has_no_norm_changes_no_gradient_of_another_head(head_dim, value, device):
     size = (1, 5, 3, 2, head_dim, head_dim // 2 * 2)
-    tensors, angles = make(size, Source("table"), ("bshd", "bshd"), torch.float32, device)
+    tensors, angles = make(size, cases.Source("table"), ("bshd", "bshd"), torch.float32, device)
     given = like(tensors[:2])
     expected = rope._norm_rotate_qk_backward(*given, *tensors, **angles, norm_eps=0.0)
     tensors[0][0, 1, 1] = value
     gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles, norm_eps=0.0)
     assert gradients[0][0, 1, 1].isnan().any() and gradients[2].isnan().any()
     gradients[0][0, 1, 1] = expected[0][0, 1, 1]
-    assert_same([g for i, g in enumerate(gradients) if i != 2], [g for i, g in enumerate(expected) if i != 2])
+    cases.assert_same([g for i, g in enumerate(gradients) if i != 2], [g for i, g in enumerate(expected) if i != 2])

@@ -1,20 +1,8 @@
 """Tests that the values of every operator are close to the float64 oracle, and do not depend on the layout."""
 
+import cases
 import pytest
 import torch
-from cases import (
-    ALL_CALLS,
-    CALLS,
-    EMULATED,
-    KERNELS,
-    Source,
-    covering,
-    make_qk,
-    name_of,
-    on_gpu,
-    python,
-    thread_counts,
-)
 from oracle import assert_close, limits, limits_of_reference, rotate
 from same_bits import bits
 
@@ -24,7 +12,7 @@ from torch_rope import reference
 rope = torch.ops.rope
 
 # A table may have the dtype of x; with float64 x it is float64 or float32.
-FACTORS = CALLS | {
+FACTORS = cases.CALLS | {
     "tables": ["float32", "dtype of x"],
     "attention_factor": [1.0, 1.2079441541679836, -0.37],
     "inverse": [False, True],
@@ -32,9 +20,11 @@ FACTORS = CALLS | {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
+@pytest.mark.parametrize(
+    "case", cases.covering(FACTORS, interacting=cases.KERNELS, exhaustive=cases.ALL_CALLS), ids=cases.name_of
+)
 def test_every_operator_is_within_ulps_of_the_oracle(case, device):
-    q, k, angles = make_qk(device, **case, table_dtype=case["dtype"] if "x" in case["tables"] else torch.float32)
+    q, k, angles = cases.make_qk(device, **case, table_dtype=case["dtype"] if "x" in case["tables"] else torch.float32)
     options = {name: case[name] for name in ("interleaved", "inverse", "attention_factor")}
     q_before, k_before = q.clone(), k.clone()
     q_out, k_out = rope.rotate_qk(q, k, **angles, **options)
@@ -42,7 +32,7 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
         expected = rotate(x, **angles, **options)
         assert_close(out, expected, *limits(x.dtype, angles, options["attention_factor"]))
         assert out.stride() == torch.empty_like(x).stride()
-        if not on_gpu(device):
+        if not cases.on_gpu(device):
             near = limits_of_reference(x.dtype, angles, options["attention_factor"])
             assert_close(reference.rotate(x, **angles, **options), expected, *near)
     kept = torch.ones(case["size"][-2], dtype=torch.bool)
@@ -64,11 +54,11 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
 @pytest.mark.parametrize("layouts", [("bshd", "every second channel"), ("bhds", "bhds")])
 def test_the_number_of_threads_does_not_change_a_bit(layouts, tokens):
     """If tokens are adjacent in memory, as in a convolution's q, threads divide the heads, and not the tokens."""
-    q, k, angles = make_qk("cpu", (2, tokens, 7, 3, 24, 16), Source("inv_freq"), *layouts)
+    q, k, angles = cases.make_qk("cpu", (2, tokens, 7, 3, 24, 16), cases.Source("inv_freq"), *layouts)
     q, k = q[..., :16], k[..., :16]  # results have other strides
     expected = torch_rope.rotate_qk(q.contiguous(), k.contiguous(), **angles)
     by_head = torch.rand(2, 2, tokens, 7, 8).unbind(0)
-    for _ in thread_counts():
+    for _ in cases.thread_counts():
         assert all(map(torch.equal, torch_rope.rotate_qk(q, k, **angles), expected))
         in_place = [t.clone(memory_format=torch.preserve_format) for t in (q, k)]
         torch_rope.rotate_qk_(*in_place, **angles)
@@ -149,12 +139,12 @@ def test_special_values_round_as_in_torch(dtype, interleaved, device):
 
 def test_results_have_the_bits_of_the_cpu(device, tmp_path):
     """All back ends compile the same files for the rotation and for angles."""
-    if not on_gpu(device):
+    if not cases.on_gpu(device):
         pytest.skip("compares a GPU with the CPU")
     expected = bits("cpu", device)
-    if EMULATED:  # then this process has no CPU kernels
+    if cases.EMULATED:  # then this process has no CPU kernels
         file = tmp_path / "bits"
-        done = python(f"import same_bits, torch; torch.save(list(same_bits.bits('cpu', 'cpu')), {str(file)!r})")
+        done = cases.python(f"import same_bits, torch; torch.save(list(same_bits.bits('cpu', 'cpu')), {str(file)!r})")
         assert done.returncode == 0, done.stderr
         expected = torch.load(file)
     for actual, e in zip(bits(device, device), expected, strict=True):
