@@ -28,7 +28,7 @@ WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests run in MAX_JOBS processes, so each process gets one thread: more threads would spin while they wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(MAX_JOBS) --dist loadgroup
 EMULATOR := tests/backends/cuda/emulator/emulator.py
-SIMULATOR := tests/backends/metal/simulator/simulator_build.py
+SIMULATOR := tests/backends/metal/simulator/simulator.py
 EMULATES := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)) # the machines of the emulator and the simulator
 LINUX := $(filter Linux,$(shell uname -s))
 EXCLUDE := $(foreach library,torch c10 cudart,--exclude "lib$(library)*")

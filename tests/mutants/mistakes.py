@@ -70,7 +70,7 @@ class Build:
         return list(dict.fromkeys(self.neighbours_in + [file for _, file, *_ in self.written]))
 
 
-EMULATOR, SIMULATOR = "tests/backends/cuda/emulator/emulator.py", "tests/backends/metal/simulator/simulator_build.py"
+EMULATOR, SIMULATOR = "tests/backends/cuda/emulator/emulator.py", "tests/backends/metal/simulator/simulator.py"
 
 # ---- the written mistakes ----
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from backends.metal.simulator import simulator, simulator_build
+from backends.metal.simulator import simulator
 from cases import ROOT, python
 
 from torch_rope.selfcheck import metal
@@ -81,7 +81,7 @@ def test_the_program_of_github_s_macs_makes_every_pipeline(tmp_path):
     """.github/workflows/metal.yml compiles and runs it on macOS."""
     program, source, kernels = tmp_path / "pipelines", "tests/exhaustive/metal/pipelines.mm", tmp_path / "kernels"
     assert len((ROOT / source).read_text().splitlines()) <= 120
-    simulator_build.program(source, program)
+    simulator.program(source, program)
     kernels.mkdir()
     assert not subprocess.run([program, kernels], check=True, capture_output=True).stdout
     names = {path.stem for path in kernels.iterdir()}

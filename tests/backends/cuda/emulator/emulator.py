@@ -55,13 +55,20 @@ def _run(command: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _folder(name: str):
+def folder_of(name: str):
     """Yields a folder in build/ that no other process uses."""
     folder = ROOT / "build" / name
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
+
+
+def ninja(folder: Path, rules: str, name: str) -> Path:
+    """Makes a file in a folder by the rules of a build.ninja, and returns its path."""
+    (folder / "build.ninja").write_text(rules)
+    _run([sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", str(JOBS), folder / name])
+    return folder / name
 
 
 def kernels(kind: str = "checked") -> list[Path]:
@@ -84,7 +91,7 @@ def kernels(kind: str = "checked") -> list[Path]:
         return path
 
     # The longest comes first, so that no processor is idle at the end.
-    with _folder("emulator-kernels") as folder, ThreadPoolExecutor(JOBS) as pool:
+    with folder_of("emulator-kernels") as folder, ThreadPoolExecutor(JOBS) as pool:
         return list(pool.map(compiled, sorted(sources, key=lambda p: -p.stat().st_size)))
 
 
@@ -127,13 +134,10 @@ def build(sanitize: bool = False) -> Path:
     kind = "asan" if sanitize else "checked"
     tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
     extension = f"{sysconfig.get_platform()}-{tag}"
-    with _folder(extension) as extension, _folder(f"emulator-{kind}-{tag}") as folder:
+    with folder_of(extension) as extension, folder_of(f"emulator-{kind}-{tag}") as folder:
         if not (extension / "build.ninja").exists():
             subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=True)
-        (folder / "build.ninja").write_text(_ninja(folder, kind, extension))
-        ninja = [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", str(JOBS)]
-        _run([*ninja, folder / "_C.so"])
-        return folder / "_C.so"
+        return ninja(folder, _ninja(folder, kind, extension), "_C.so")
 
 
 def load(path: Path):
