@@ -105,11 +105,6 @@ def thread_counts():
         torch.set_num_threads(before)
 
 
-def checks_ranges(device: str) -> bool:
-    """Returns whether a bad position or slot in a tensor raises IndexError. On a GPU only the kernel reads them."""
-    return not on_gpu(device)
-
-
 EXHAUSTIVE = os.environ.get("ROPE_EXHAUSTIVE") == "1"  # set by make exhaustive
 
 

@@ -146,6 +146,17 @@ def _memory_of_others(request):
 
 
 @pytest.fixture
+def _nothing_compiled():
+    """Takes no compiled program from an earlier test or from the cache on disk, whose key does not depend on this
+    library's code."""
+    import torch
+
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.fixture
 def untouched(device, tmp_path, _memory_of_others):
     """Returns a function (elements, dtype) -> 1-D tensor of any size, of which a test may read and write only a little.
 
