@@ -209,6 +209,27 @@ def test_every_block_is_code_or_its_output_and_every_link_leads_somewhere(page):
             )
 
 
+def test_every_name_of_the_architecture_exists_where_the_page_looks_for_it():
+    """A name in a row of stops is one of the code that the row links to; any other name, of the sources or the Makefile."""
+    page = "docs/architecture.md"
+
+    def words(*paths: Path) -> set[str]:
+        files = [
+            f for p in paths for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file() and "__" not in f.parts[-2]
+        ]
+        return {*re.findall(r"\w+", "\n".join(f.read_text(errors="ignore") + " ".join(f.parts) for f in files))}
+
+    sources = words(
+        *(ROOT / name for name in ("csrc", "shaders", "torch_rope", "tests/backends", "tests/cases.py", "Makefile"))
+    )
+    for line in text_of(page).splitlines():
+        row, here = re.match(r"\| [1-8]", line), sources
+        if row:
+            here = words(*(ROOT / "docs" / path for path in re.findall(r"\]\(([^)]+)\)", line)))
+        names = {name for code in re.findall(r"`([^`]+)`", line) for name in re.findall(r"\w+", code)}
+        assert names <= here, f"{names - here}: {line}"
+
+
 def test_a_kind_of_frequencies_is_in_every_list():
     """A kind is a function of kinds.py that returns Frequencies. CONTRIBUTING.md has the files that it needs."""
     source = text_of("torch_rope/frequencies/kinds.py")
