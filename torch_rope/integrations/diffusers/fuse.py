@@ -72,10 +72,12 @@ def _fused(own: Callable, norm: Norm, rotary: Rotary, others: Callable) -> Calla
 
 def fuser() -> Fuse:
     """Returns a function that finds the methods of one model. torch.compile compiles once for all layers with the same."""
-    return functools.partial(_fuse, functools.cache(_fused))
+    return functools.partial(_fuse, {})
 
 
-def _fuse(fused, module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
+def _fuse(
+    known: dict, module: nn.Module, owner: Any, name: str, function: Callable, new: Callable
+) -> tuple[Callable, str]:
     """Returns what takes the place of a processor's method that rotates, and what it fuses, or why nothing is."""
     form, others_of = _TABLES.get([*inspect.signature(function).parameters][-1], (None, None))
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary)]
@@ -91,7 +93,7 @@ def _fuse(fused, module: nn.Module, owner: Any, name: str, function: Callable, n
     how = norm, rotaries[0], others_of
     if why := undisturbed(disagreement, _trial_of, module, owner, new, form, how):
         return new, why
-    call = fused(new, *how)
+    call = known.setdefault((new, *how), _fused(new, *how))
     call._torch_rope = new._torch_rope
     return call, "norm_q, norm_k and the rotation"
 
