@@ -92,20 +92,21 @@ class Refused(nn.Module):
     "library, make, arguments, rotations", [case[:4] for case in LIBRARIES.values()], ids=LIBRARIES
 )
 def test_modules_hold_no_names_of_models_that_are_not_patched(library, make, arguments, rotations):
-    """The classes of processors are freed by the garbage collector alone."""
 
     def names():
-        gc.collect()
         return {(m, name) for m, module in [*sys.modules.items()] for name in vars(module) if "_torch_rope_" in name}
 
+    gc.collect()
     before, model, other = names(), make(), make()
     patched, (calls, _) = library.patch(model), results(other, arguments())
     with library.patch(other):
         patched.undo()
         assert names() > before and (calls, results(other, arguments())[0]) == (0, rotations)
+    assert names() == before
     for options in ({}, {"fuse": True}):
         with pytest.raises(NotImplementedError, match="must call a rotary function"):
             library.patch(nn.ModuleDict({"served": model, "refused": Refused()}), **options)
+    gc.collect()
     assert names() == before
 
 

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import copyreg
 import functools
+import gc
 import inspect
 import re
 import types
@@ -289,7 +290,10 @@ class Patch(contextlib.AbstractContextManager):
             UserWarning: a method or processor was replaced after ``patch``, and stays as it is.
         """
         gone = [f"{r.path}.{r.attribute}" for r in self._replaced if not r.undo()]
+        has_classes = any(not isinstance(r.now, types.MethodType) for r in self._replaced)
         self._replaced = []
+        if has_classes:
+            gc.collect()  # alone frees the classes of processors, with the names that their code has in modules
         if vars(self._model).get(ATTRIBUTE) is self:
             del vars(self._model)[ATTRIBUTE]
         if gone:
