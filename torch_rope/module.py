@@ -142,12 +142,7 @@ class RotaryEmbedding(nn.Module):
 
     @always_called
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        positions: Tensor | None = None,
-        offset: int | torch.SymInt = 0,
-        **unknown: NoReturn,
+        self, q: Tensor, k: Tensor, positions: Tensor | None = None, offset: int | torch.SymInt = 0, **unknown: NoReturn
     ) -> tuple[Tensor, Tensor]:
         """Returns q and k, rotated.
 

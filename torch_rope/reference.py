@@ -66,13 +66,7 @@ def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
 
 
 def norm_rotate_qk(
-    q: Tensor,
-    k: Tensor,
-    q_norm_weight: Tensor,
-    k_norm_weight: Tensor,
-    *angles,
-    norm_eps: float = 1e-6,
-    **flags,
+    q: Tensor, k: Tensor, q_norm_weight: Tensor, k_norm_weight: Tensor, *angles, norm_eps: float = 1e-6, **flags
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalises q and k and rotates them, as :func:`torch_rope.norm_rotate_qk` does.
 

@@ -17,11 +17,7 @@ VECTORS = "_v8_u32", "_v4_u32", "_v1_u32", "_v8_u64", "_v4_u64", "_v1_u64"
 FILES = {
     "rotate": {"rotate": VECTORS},
     "norm": {"norm_rotate": VECTORS, "norm_rotate_wide": ("_v4", "_v1")},
-    "norm_backward": {
-        "norm_backward": ("_v4", "_v1"),
-        "norm_backward_wide": ("_v4", "_v1"),
-        "sum_parts": ("",),
-    },
+    "norm_backward": {"norm_backward": ("_v4", "_v1"), "norm_backward_wide": ("_v4", "_v1"), "sum_parts": ("",)},
     "tables": {"table_backward": ("_v4_u32", "_v1_u32")},
     "cos_sin": {"cos_sin": ("",)},
 }
