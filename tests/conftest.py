@@ -30,18 +30,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "core: also runs in make check, the short loop")
-    config.addinivalue_line("markers", "exhaustive: runs in make exhaustive only: takes long, or says little more")
-    config.addinivalue_line(
-        "markers",
-        "shared: tests code that all back ends share; runs on the emulator and the simulator only in make exhaustive",
-    )
-    config.addinivalue_line("markers", "cpu: tests nothing of a GPU; does not run on the emulator and the simulator")
-    config.addinivalue_line("markers", "emulator: needs --emulate, which checks and counts accesses")
-    config.addinivalue_line("markers", "simulator: needs --simulate")
-    config.addinivalue_line("markers", "large: needs tens of gigabytes of GPU memory")
-    config.addinivalue_line("markers", "sanitizer: runs every kernel in a few small calls, for compute-sanitizer too")
-    config.addinivalue_line("markers", "xdist_group: belongs to pytest-xdist, which may not be installed")
     emulate, simulate = config.getoption("--emulate"), config.getoption("--simulate")
     if emulate and simulate:
         raise pytest.UsageError("--emulate and --simulate exclude each other")

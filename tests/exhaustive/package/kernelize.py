@@ -17,15 +17,10 @@ transformers.utils.import_utils.is_kernels_available = lambda *args, **kwargs: T
 
 import torch  # noqa: E402
 from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping  # noqa: E402
+from models import MOE, SMALL, difference, tokens  # noqa: E402
 
 from torch_rope.integrations.transformers import kernel_mapping  # noqa: E402
 
-SMALL = dict(
-    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, initializer_range=0.2, num_experts=4, num_local_experts=4,
-    num_experts_per_tok=2, moe_intermediate_size=32, pad_token_id=0, eos_token_id=None,
-)  # fmt: skip
-TOKENS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(1))
 LAYER = LocalLayerRepository(Path(os.environ["ROPE_KERNEL"]), layer_name="apply_rotary_transformers")
 # An entry for training with torch.compile serves the other modes too.
 BUILD = {"rotary_pos_emb": {"cpu": {Mode.TRAINING | Mode.TORCH_COMPILE: LAYER}}}
@@ -35,19 +30,15 @@ FAMILIES = ["llama", "gpt_oss", "openai_privacy_filter"]
 
 def step(model):
     model.zero_grad()
-    logits = model(TOKENS).logits
+    logits = model(tokens()).logits
     (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
     return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def difference(actual, expected):
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 for family in FAMILIES:
     torch.manual_seed(0)
     kind = transformers.AutoModelForTokenClassification if "filter" in family else transformers.AutoModelForCausalLM
-    model = kind.from_config(transformers.AutoConfig.for_model(family, **SMALL), attn_implementation="eager")
+    model = kind.from_config(transformers.AutoConfig.for_model(family, **SMALL | MOE), attn_implementation="eager")
     expected, gradients = step(model)
     modes = [Mode.INFERENCE, Mode.TRAINING | Mode.TORCH_COMPILE if family == "llama" else Mode.TRAINING]
     for build, mode in itertools.product((False, True), modes):
@@ -57,10 +48,10 @@ for family in FAMILIES:
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if Mode.TORCH_COMPILE in mode else model
         actual = step(run)  # the first call examines the function, and compiles
         with torch.profiler.profile() as profile:
-            run(TOKENS)
+            run(tokens())
         with use_kernel_mapping({}, inherit_mapping=False):
             kernelize(model, mode=mode, device="cpu")
         calls = {e.key: e.count for e in profile.key_averages() if e.key.endswith("::rotate_qk")}
         report = {"family": family, "build": build, "mode": str(mode), "calls": calls}
         report |= {"logits": difference(actual[0], expected), "gradients": difference(actual[1], gradients)}
-        print(json.dumps(report | {"undone": difference(model(TOKENS).logits, expected)}))
+        print(json.dumps(report | {"undone": difference(model(tokens()).logits, expected)}))
