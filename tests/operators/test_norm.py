@@ -45,15 +45,6 @@ def make(size, source, layouts, dtype, device, kinds=("float32", "float32"), ove
     return [q, k, *(weight(kind, size[-2], dtype, device, *h) for kind, h in zip(kinds, heads, strict=True))], angles
 
 
-def make_case(case, device):
-    """Returns what make() returns for a case of FACTORS, and the options of the call."""
-    dtype, kinds = case["dtype"], (case["q_weight"], case["k_weight"])
-    more = {name: case[name] for name in ("over_heads", "start")}
-    more["table_dtype"] = dtype if case["tables"] == "dtype of x" else torch.float32
-    options = {name: case[name] for name in ("norm_eps", "attention_factor", "interleaved")}
-    return *make(case["size"], case["source"], (case["q"], case["k"]), dtype, device, kinds, **more), options
-
-
 def assert_right(outs, tensors, angles, norm_eps, limits=limits, **options):
     for x, out, w in zip(tensors[:2], outs, tensors[2:], strict=True):
         assert out.dtype == x.dtype and out.shape == x.shape
@@ -76,7 +67,11 @@ def like(outs):
 def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
     """A gradient has the dtype and shape of its input. Results, and gradients of q and k, have the strides of
     torch.empty_like."""
-    tensors, angles, options = make_case(case, device)
+    dtype, kinds = case["dtype"], (case["q_weight"], case["k_weight"])
+    more = {name: case[name] for name in ("over_heads", "start")}
+    more["table_dtype"] = dtype if case["tables"] == "dtype of x" else torch.float32
+    tensors, angles = make(case["size"], case["source"], (case["q"], case["k"]), dtype, device, kinds, **more)
+    options = {name: case[name] for name in ("norm_eps", "attention_factor", "interleaved")}
     before, inputs = [t.clone() for t in tensors], [t.detach().requires_grad_() for t in tensors]
     outs = norm_rotate_qk(*inputs, **angles, **options)
     assert_right(outs, tensors, angles, **options)

@@ -143,7 +143,7 @@ def test_an_aot_inductor_package_does_what_its_module_does(decomposed, device, t
     The package writes q and k in place, at a storage offset that depends on batch and length, and keeps the cache.
     """
     if device == "mps":
-        pytest.skip("tests/backends/metal/test_torch.py has a package for Metal")
+        pytest.skip("tests/backends/metal/test_metal.py has a package for Metal")
 
     class Module(Layers):
         def forward(self, qkv, offset):
