@@ -177,7 +177,7 @@ def marks_of(page: str) -> list:
 def test_the_code_of_a_page_runs_and_computes_what_it_says(page, tmp_path, monkeypatch):
     """A page asserts something itself, or prints something that stands below the code, or has a check here."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("integrations", "exhaustive/models", "exhaustive/package"):  # hub_build.py, vision_models.py
+    for folder in ("exhaustive/models", "exhaustive/package"):  # vision_models.py, hub_build.py
         monkeypatch.syspath_prepend(str(ROOT / "tests" / folder))
     try:
         variables, printed = read(page, tmp_path, monkeypatch)

@@ -55,7 +55,8 @@ def test_setup_and_import_say_in_one_line_why_they_cannot_work_and_setup_packs_e
     repository = {"GIT_DIR": str(tmp_path / "git")}
     command = "git init --quiet && git remote add origin git@host.org:some/rope.git"
     subprocess.run(command, shell=True, env=os.environ | repository)
-    pack = f"os.environ.update({repository}); sys.argv = ['setup.py', '--quiet', 'egg_info', '--egg-base', {str(tmp_path)!r}]"
+    arguments = ["setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    pack = f"os.environ.update({repository}); sys.argv = {arguments}"
     programs = [f"{change}; runpy.run_path('setup.py')" for change in [*REFUSED, pack]]
     programs += [
         f"has_nvcc({nvcc!r}, {cuda!r}); runpy.run_path('setup.py'); assert os.environ['TORCH_CUDA_ARCH_LIST'] == {known!r}"
