@@ -20,11 +20,6 @@ from ._signatures import AXES, BY_POSITION, Signature, operators
 # each sample, the backward operators that sum over the tokens of a sample, and calls that are errors.
 
 
-def _in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
-    """Returns t with its mapped dimension first, or expanded along a new first dimension if it is not mapped."""
-    return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-
-
 def _joins_as_a_view(x: Tensor) -> bool:
     """Returns whether the first dimension of x can be merged with its batch without a copy."""
     return x.dim() == 4 or x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
@@ -66,7 +61,7 @@ def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
             continue
         if shared and ("batch or 1" not in axes or t.shape[0] == 1):
             continue  # the same values serve all sequences
-        t = _in_front(t, dims[name], size)
+        t = t.expand(size, *t.shape) if dims[name] is None else t.movedim(dims[name], 0)
         if "batch or 1" not in axes:
             t, axes = t.unsqueeze(1), ("batch or 1", *axes)
         if t.dim() != 1 + len(axes) or t.shape[1] not in (1, batch):
@@ -124,24 +119,18 @@ def _refuse_vmap(signature: Signature, *args, **kwargs):
     )
 
 
+def _refuse_nested(cls: type, op: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict):
+    """Calls the kernel that raises the error of nested tensors."""
+    return op._op_dk(DispatchKey.NestedTensorCPU, *args, **kwargs)
+
+
 _library = torch.library.Library(_ops.name, "FRAGMENT")
 for _signature in operators():
+    torch.library.register_torch_dispatch(add_op_namespace_prefix(_signature.name), NestedTensor, _refuse_nested)
     if "k_cache" in _signature.arguments:  # register_vmap takes no operator with tensors that are keyword-only
         _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
     else:
         torch.library.register_vmap(add_op_namespace_prefix(_signature.name), functools.partial(_vmap, _signature))
-
-
-# ---- nested tensors ----
-
-
-def _refuse_nested(cls: type, op: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict):
-    """Calls the kernel that raises the error."""
-    return op._op_dk(DispatchKey.NestedTensorCPU, *args, **kwargs)
-
-
-for _signature in operators():
-    torch.library.register_torch_dispatch(add_op_namespace_prefix(_signature.name), NestedTensor, _refuse_nested)
 
 
 # ---- flops: 4 multiplications and 2 additions for a pair; the norm adds 4 for a channel ----

@@ -49,7 +49,8 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
     if offsets is not None and offsets.shape != (count,):
         must_have = f"shape [{count}], one offset for each sequence of cu_seqlens"
         raise ValueError(f"{function}: offsets has shape {list(offsets.shape)} but must have {must_have}")
-    if _shows_its_numbers(cu_seqlens):
+    is_plain = not torch.compiler.is_compiling() and type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu"
+    if is_plain and not is_functorch_wrapped_tensor(cu_seqlens):
         starts = cu_seqlens.tolist()
         if starts[0] != 0 or starts != sorted(starts):
             raise ValueError(
@@ -122,10 +123,3 @@ def slots_of_window(positions: Tensor, window: int) -> Tensor:
 def _is_wide(n: int | torch.SymInt) -> bool:
     """Returns whether n is beyond int32. A symbol is not if a program is exported, which would limit its size."""
     return (type(n) is int or not torch.compiler.is_exporting()) and n >= 2**31
-
-
-def _shows_its_numbers(t: Tensor) -> bool:
-    """Returns whether a tensor is a plain one on the CPU, and neither traced nor mapped by vmap."""
-    if torch.compiler.is_compiling() or type(t) is not Tensor:
-        return False
-    return t.device.type == "cpu" and not is_functorch_wrapped_tensor(t)

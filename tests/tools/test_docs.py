@@ -210,24 +210,17 @@ def test_every_block_is_code_or_its_output_and_every_link_leads_somewhere(page):
 
 
 def test_every_name_of_the_architecture_exists_where_the_page_looks_for_it():
-    """A name in a row of stops is one of the code that the row links to; any other name, of the sources or the Makefile."""
-    page = "docs/architecture.md"
+    """A name in a row of stops is in the code that the row links to, any other name in the sources or the Makefile."""
 
-    def words(*paths: Path) -> set[str]:
-        files = [
-            f for p in paths for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file() and "__" not in f.parts[-2]
-        ]
-        return {*re.findall(r"\w+", "\n".join(f.read_text(errors="ignore") + " ".join(f.parts) for f in files))}
+    def words(*paths: str) -> set[str]:
+        files = [f for p in map(ROOT.joinpath, paths) for f in (p.rglob("*.[chmip]*") if p.is_dir() else [p])]
+        return {*re.findall(r"\w+", " ".join(f"{f} {f.read_text(errors='ignore')}" for f in files))}
 
-    sources = words(
-        *(ROOT / name for name in ("csrc", "shaders", "torch_rope", "tests/backends", "tests/cases.py", "Makefile"))
-    )
-    for line in text_of(page).splitlines():
-        row, here = re.match(r"\| [1-8]", line), sources
-        if row:
-            here = words(*(ROOT / "docs" / path for path in re.findall(r"\]\(([^)]+)\)", line)))
+    sources = words("csrc", "shaders", "torch_rope", "tests/backends", "tests/cases.py", "Makefile")
+    for line in text_of("docs/architecture.md").splitlines():
         names = {name for code in re.findall(r"`([^`]+)`", line) for name in re.findall(r"\w+", code)}
-        assert names <= here, f"{names - here}: {line}"
+        known = words(*re.findall(r"\]\(../([^)]+)\)", line)) if re.match(r"\| [1-8]", line) else sources
+        assert names <= known, f"{names - known}: {line}"
 
 
 def test_a_kind_of_frequencies_is_in_every_list():
