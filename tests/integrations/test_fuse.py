@@ -45,12 +45,7 @@ def pair(model_type, layers=2):
 # ---- what is fused ----
 
 # Each of these has other norms or caches: none, per head, 1 + weight and windows, over all heads.
-MODELS = {
-    "llama": {},
-    "qwen3": {},
-    "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2},
-    "olmo2": {},
-}
+MODELS = {"llama": {}, "qwen3": {}, "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2}, "olmo2": {}}
 PLAIN, NORMED = "rope::rotate_qk", "rope::norm_rotate_qk"
 
 

@@ -230,10 +230,7 @@ def learned(source, device):
     positions = lambda q, n: torch.arange(q.shape[1], device=device)[None] + n  # noqa: E731
     sources = {
         "tables": (tables(device, rotary_dim=4), lambda q, k, c, s, n: rope.rotate_qk(q, k, c, s, offset=n)),
-        "inv_freq": (
-            [freq],
-            lambda q, k, f, n: rope.rotate_qk(q, k, inv_freq=f, offset=n, attention_factor=1.2),
-        ),
+        "inv_freq": ([freq], lambda q, k, f, n: rope.rotate_qk(q, k, inv_freq=f, offset=n, attention_factor=1.2)),
         "cos_sin": ([freq], lambda q, k, f, n: rope.rotate_qk(q, k, *rope.cos_sin(positions(q, n), f))),
         "axes": (
             [torch.stack([freq, 1 - freq])],

@@ -10,19 +10,7 @@ import re
 import pytest
 import torch
 from cases import Calls, python
-from programs import (
-    COMPILING,
-    DIM,
-    HEADS,
-    KV_HEADS,
-    assert_same_call,
-    compiled,
-    copies,
-    operands,
-    rope,
-    split,
-    tables,
-)
+from programs import COMPILING, DIM, HEADS, KV_HEADS, assert_same_call, compiled, copies, operands, rope, split, tables
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import scaled_dot_product_attention
 
