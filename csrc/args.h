@@ -29,9 +29,9 @@ struct PositionRange {
 // position. In a cache without slots, sequence b is written to block b, and each token to the cell of that block whose
 // index is the position; the block has block_size cells.
 static inline PositionRange position_range(const RopeParams& p) {
-  const rope_int rows = p.source == kTableByPosition ? p.table_rows : INT64_MAX,
-                 cells = p.has_cache && !p.has_slots ? p.block_size : INT64_MAX, most = rows < cells ? rows : cells;
-  return {most != INT64_MAX, most - 1};
+  const bool by_row = p.source == kTableByPosition, by_cell = p.has_cache && !p.has_slots;
+  const rope_int rows = by_row ? p.table_rows - 1 : INT64_MAX, cells = by_cell ? p.block_size - 1 : INT64_MAX;
+  return {by_row || by_cell, rows < cells ? rows : cells};
 }
 
 // Returns whether q, k and v have no element. Then a back end reads no tensor, however many tokens there are.

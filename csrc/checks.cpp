@@ -477,11 +477,12 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high) {
   int64_t first = 0, last = 0;
   const bool overflow = __builtin_add_overflow(low, p.offset, &first) || __builtin_add_overflow(high, p.offset, &last);
+  const auto within = [&](int64_t highest) { return !overflow && first >= 0 && last <= highest; };
   const PositionRange range = position_range(p);
-  const bool of_table = p.source == kTableByPosition && range.last == p.table_rows - 1;
-  TORCH_CHECK_INDEX(!range.limited || (!overflow && first >= 0 && last <= range.last), call.op, ": positions go from ",
-                    low, " to ", high, " with offset ", p.offset,
-                    " but position + offset must be at least 0 and below ", range.last + 1, ", ",
+  const bool of_table = p.source == kTableByPosition && !within(p.table_rows - 1);
+  TORCH_CHECK_INDEX(!range.limited || within(range.last), call.op, ": positions go from ", low, " to ", high,
+                    " with offset ", p.offset, " but position + offset must be at least 0 and below ",
+                    of_table ? p.table_rows : p.block_size, ", ",
                     of_table ? "the number of rows of cos" : "the block_size (or max_seq) of k_cache");
 }
 

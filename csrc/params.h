@@ -35,7 +35,7 @@ enum Format : int { kUnquantised = 0, kFloat8E4M3 = 1, kFloat8E5M2 = 2, kInt8 = 
 // What is normalised together: each head by itself, or all heads of a token.
 enum NormGroup : int { kNoNorm = 0, kEachHead = 1, kAllHeads = 2 };
 
-// The sides of a call: the tensors that it rotates, or sequences to a cache.
+// The sides of a call: the tensors that it rotates, or copies to a cache.
 enum { kQ = 0, kK = 1, kV = 2, kSides = 3 };
 
 // The sizes and strides of q, k or v, and how it is written. Strides count elements.

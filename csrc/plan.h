@@ -1,8 +1,7 @@
-// The part of a launch plan that all GPUs share: how a head is cut into chunks, which accesses are aligned, and
-// which calls are simpler. It is plain arithmetic on sizes, strides and addresses, so
-// that it is tested without a GPU.
+// The part of a launch plan that all GPUs share: how a head is cut into chunks, which accesses are aligned, and which
+// calls are simpler. It is plain arithmetic on sizes, strides and addresses, so that it is tested without a GPU.
 //
-// A vector is a run of `vector` neighbouring channels; it may be a single channel. A chunk is two vectors of one head:
+// A vector is `vector` neighbouring channels; it may be a single channel. A chunk is two vectors of one head:
 // the channels that one thread takes. The chunks of a head are numbered, and neighbouring threads take neighbouring
 // chunks, so that they access neighbouring memory.
 //
@@ -76,7 +75,7 @@ inline bool is_aligned(uintptr_t start, const rope_int* strides, const rope_int*
 
 // Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
 // of one token, is then one sequence, whose tokens a GPU divides like others. before: the strides of other tensors
-// [batch, seq, ...] of the call
+// [batch, seq, ...] of the call.
 inline void merge_batch(RopeParams& p, std::initializer_list<rope_int*> before = {}) {
   if (p.batch == 1 || (p.has_cache && !p.has_slots)) return;  // without slots, sequence b is written to block b
   rope_int* strides[12] = {p.slots};

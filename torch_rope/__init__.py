@@ -1,7 +1,5 @@
 """Rotary position embedding for PyTorch: the operators ``torch.ops.rope.*``, and functions that call them."""
 
-import sys
-
 from . import _inductor_slices, _register, frequencies, multimodal  # noqa: F401
 from ._decompositions import decompositions
 from .functional import (
@@ -17,9 +15,6 @@ from .functional import (
 )
 from .module import RotaryEmbedding
 from .positions import positions_from_cu_seqlens, slots_of_window
-
-if "torch.distributed.tensor" in sys.modules:  # its import takes half as long as that of torch
-    from . import parallel  # noqa: F401
 
 __all__ = [
     "RotaryEmbedding",

@@ -1,6 +1,8 @@
 """Registers what PyTorch takes only from Python: rules for vmap, the errors of nested tensors, flop formulas."""
 
 import functools
+import sys
+import warnings
 
 import torch
 from torch import Tensor
@@ -156,3 +158,12 @@ def _flops(signature: Signature, *args, out_shape=None, **kwargs) -> int:
 for _signature in operators():
     if _signature.rotated:
         register_flop_formula(_signature.op.overloadpacket)(functools.partial(_flops, _signature))
+
+
+# ---- DTensor, whose import takes half as long as that of torch: a program that imports it later imports the rules too ----
+
+if "torch.distributed.tensor" in sys.modules:
+    try:
+        from . import parallel  # noqa: F401
+    except (ImportError, AttributeError, TypeError) as e:  # the rules use private parts of torch
+        warnings.warn(f"torch_rope's operators do not take DTensors in torch {torch.__version__}: {e}", stacklevel=2)

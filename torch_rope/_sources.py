@@ -47,10 +47,9 @@ class Sources:
 
     def get(self, name: str) -> Tensor | None:
         """Returns cos, sin or inv_freq where the module is, or None if it has no tables."""
-        made = self.on(self.device)
-        if name == "inv_freq" and name not in made:
+        if name == "inv_freq" and self.max_position is not None:
             return on_device(as_seen(self.exact), self.device)
-        return made.get(name)
+        return self.on(self.device).get(name)
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> "Sources":
         """Returns itself, or another where a function moves the tensors of a module, that of ``nn.Module._apply``."""

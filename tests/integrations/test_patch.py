@@ -88,11 +88,8 @@ class Refused(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    "library, make, arguments, rotations", [case[:4] for case in LIBRARIES.values()], ids=LIBRARIES
-)
-def test_modules_hold_no_names_of_models_that_are_not_patched(library, make, arguments, rotations):
-
+@pytest.mark.parametrize("library, make, arguments, rotations, _", LIBRARIES.values(), ids=LIBRARIES)
+def test_modules_hold_no_names_of_models_that_are_not_patched(library, make, arguments, rotations, _):
     def names():
         return {(m, name) for m, module in [*sys.modules.items()] for name in vars(module) if "_torch_rope_" in name}
 

@@ -101,7 +101,7 @@ WRITTEN_CPU = [
     ("parameters are not checked for None, nor for their device", "csrc/checks.cpp", "  for_each_parameter(call, f);\n", ""),
     ("a message names one tensor twice", "csrc/checks.cpp", "ROPE_CHECK_VALUE(false, «a.name», \" overlaps \", b.name,", "b.name"),
     ("operators that return new tensors are checked for overlap", "csrc/checks.cpp", "if («writes») check_overlap", "true"),
-    ("negative positions are accepted", "csrc/checks.cpp", "!overflow && «first >= 0» && last <= range.last", "true"),
+    ("negative positions are accepted", "csrc/checks.cpp", "!overflow && «first >= 0» && last <= highest", "true"),
     ("a quantised cache needs no scale", "csrc/checks.cpp", "ROPE_CHECK_VALUE(«scale.tensor || type == x_type»", "true"),
     ("v is not copied if q has no channels", "csrc/args.h", "has_channels || («side.heads && side.head_dim»)", "(p.sides[kQ].heads && p.sides[kQ].head_dim)"),
     ("gradients of tables are not set to zero if there are no tokens", "csrc/call.h", "    for (const Tensor* grad : {&cos_grad, &sin_grad}) grad->zero_();\n", ""),
@@ -176,7 +176,7 @@ WRITTEN_CUDA = [
     ("tables that are not aligned are read as vectors", "csrc/cuda/plan.h", "return is_aligned(«reinterpret_cast<uintptr_t>(data)», strides, several", "uintptr_t(0)"),
     ("many threads are idle", "csrc/cuda/rotate_plan.h", "while («y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads») y", "false"),
     ("the last tokens are in no part", "csrc/cuda/norm_plan.h", "parts.count = «ceil_div(tokens, parts.tokens)»;", "std::max<rope_int>(1, tokens / parts.tokens)"),
-    ("one row past a table is allowed", "csrc/args.h", "kTableByPosition ? «p.table_rows» : INT64_MAX", "p.table_rows + 1"),
+    ("one row past a table is allowed", "csrc/args.h", "by_row ? «p.table_rows - 1» : INT64_MAX", "p.table_rows"),
     ("the first part of a frequency is added twice", "csrc/call.cpp", "strides[0] = split ? «inv_freq.stride(0)» : 0;", "0"),
 ]  # fmt: skip
 
@@ -213,7 +213,7 @@ WRITTEN_METAL = [
     ("attention_factor scales every portion", "shaders/tables.metal", "sum.add(«shared[j * threads + first_portion + portion * size.x]»);", "scaled(shared[j * threads + first_portion + portion * size.x], p.factor_hi, p.factor_lo)"),
     ("the stride of a dimension of one element is checked", "csrc/plan.h", "if («sizes[d] > 1» && strides", "true"),
     ("half of the channels past rotary_dim are not copied", "csrc/plan.h", "ceil_div(p.sides[kQ].head_dim - p.rotary_dim, «2 * vector»)", "4 * vector"),
-    ("one cell past a block is allowed", "csrc/args.h", "!p.has_slots ? «p.block_size» : INT64_MAX", "p.block_size + 1"),
+    ("one cell past a block is allowed", "csrc/args.h", "by_cell ? «p.block_size - 1» : INT64_MAX", "p.block_size"),
     ("positions far outside the table are not moved next to it", "csrc/call.cpp", "«positions->to(at::kLong).reshape(-1).clamp(-1 - p.offset, last)».add", "positions->to(at::kLong).reshape(-1)"),
 ]  # fmt: skip
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.core
 def assert_raises(op, a, error, message):
     """Asserts that the call op(**a) raises this error and leaves its arguments as they are.
 
-    With fake tensors it raises the same error, unless it is an IndexError.
+    With fake tensors it raises the same error, unless it is an IndexError. With learned angles it does, too.
     """
     before = {name: (t.clone(), t._version) for name, t in a.items() if isinstance(t, torch.Tensor)}
     with pytest.raises(error, match=message) as raised:
@@ -39,6 +39,10 @@ def assert_raises(op, a, error, message):
     # All messages have this form. An IndexError of positions is about their sum with the offset.
     assert re.match(r"rope\._?[a-z]\w+: \w.* but (position \+ offset )?must ", str(raised.value))
     assert all(torch.equal(a[name], t) and a[name]._version == version for name, (t, version) in before.items())
+    if op in (rope.rotate, rope.rotate_qk):
+        names = [name for name in before if name in ("cos", "sin", "inv_freq") and a[name].is_floating_point()]
+        with pytest.raises(error, match=message):
+            op(**a | {name: a[name].clone().requires_grad_() for name in names})
     if error is not IndexError:
         mode = FakeTensorMode()  # its tensors share a storage if the real ones do
         with mode, pytest.raises(error, match=message):
@@ -92,9 +96,10 @@ def test_none_instead_of_a_tensor_is_an_error(op, device):
     names, good = needed_tensors(op), call_of(op, device)
     with pytest.raises(ValueError, match=f"rope.{op}: {names[0]} is None but must be a tensor"):
         getattr(rope, op)(**dict.fromkeys(a.name for a in schema_of(op).arguments if not a.has_default_value()))
-    for name in names if not op.startswith("_") else []:
+    learned = {"cos": good["cos"].clone().requires_grad_()} if op in ("rotate", "rotate_qk") else {}
+    for name, more in itertools.product(names if not op.startswith("_") else [], ({}, learned)):
         with pytest.raises(ValueError, match=f"rope.{op}: {name} is None but must be a tensor"):
-            getattr(rope, op)(**good | {name: None})
+            getattr(rope, op)(**good | more | {name: None})
 
 
 class Elsewhere(torch.Tensor):

@@ -102,8 +102,7 @@ def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, 
     for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         y = op.Cast(x, to=wide)
         mean = op.ReduceMean(op.Mul(y, y), [-2, -1][-len(weight.shape) :], keepdims=1)
-        y = op.Div(y, op.Sqrt(op.Add(mean, _number(norm_eps, wide))))
-        y = op.Mul(y, op.Cast(weight, to=wide))
+        y = op.Mul(op.Div(y, op.Sqrt(op.Add(mean, _number(norm_eps, wide)))), op.Cast(weight, to=wide))
         y.dtype, y.shape = wide, x.shape  # the exporter sets those of results alone
         out.append(y)
     return _rotated(out, q.dtype, *angles, **flags)
