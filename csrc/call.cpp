@@ -102,10 +102,8 @@ void split_factor(double attention_factor, Params& p) {
 }
 
 Before before(const Tensor* x) {
-  Before b{};
-  if (!x) return b;
-  b.data = address(*x);
-  strides_of(*x, b.strides);
+  Before b{x ? address(*x) : nullptr, {}};
+  if (x) strides_of(*x, b.strides);
   return b;
 }
 

@@ -129,7 +129,7 @@ int64_t elements_of_token(const RopeParams& p) {
 
 // A call of at least kFetchBytes does not fit in the caches that a core has for itself, so its memory is prefetched. A
 // result of at least kStreamBytes, together with the input that it is computed from, would not stay in the cache that
-// cores share either, so it is written past all caches.
+// cores share either, so it is written past all caches, but not by a norm.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
 struct Cpu : AnyBackend {
@@ -150,7 +150,6 @@ struct Cpu : AnyBackend {
     const int64_t tokens = p.batch * p.seq, of_token = elements_of_token(p),
                   bytes = tokens * of_token * size_of(r.x_dtype);
     r.fetch = bytes >= kFetchBytes;
-    // The loops of the norm have no streaming stores.
     r.stream = r.sides[kQ].in != r.sides[kQ].out && !p.sides[kQ].norm && bytes >= kStreamBytes;
     parallel(tokens, of_token, kernels().rotate, r);
   }
@@ -191,9 +190,8 @@ struct Cpu : AnyBackend {
     const Tensor positions = call.positions.to(at::kDouble).contiguous(), wide = call.inv_freq.to(at::kDouble),
                  inv_freq = wide.dim() == 3 ? wide.sum(0) : wide.contiguous();
     const CosSinArgs c = call.args(positions, inv_freq);
-    const CosSinParams& p = c.params;
     // The angle of a pair on one axis counts as much work as 8 elements of a rotation.
-    parallel(p.tokens, 8 * p.axes * p.pairs, kernels().cos_sin, c);
+    parallel(c.params.tokens, 8 * c.params.axes * c.params.pairs, kernels().cos_sin, c);
   }
 };
 

@@ -231,7 +231,7 @@ struct Mps : AnyBackend {
     const Plan p = plan(call.rotate, a.rotate.params, call.x);
     Launch parts(p.kernel, p.constants, p.tensors);
     NormBackward n{p.rotate, {}, {}, {}};
-    set_before(a.x, n.before);
+    for (int i : {kQ, kK}) std::copy_n(a.x[i].strides, 4, n.before[i]);
     SumParts s{};
     const rope_int threads = cut_into_parts(p, parts.most, n, s), channels = rope_int(s.channels[kQ]) + s.channels[kK];
     const Tensor sums = at::empty({s.parts, channels}, call.rotate.q().options().dtype(at::kFloat));
@@ -253,7 +253,7 @@ struct Mps : AnyBackend {
   static void table_backward(const TableBackwardCall& call, const TableBackwardArgs& a) {
     const Plan p = plan(call, a);
     TableBackward n{p.rotate, {}, a.tokens};
-    set_before(a.x, n.before);
+    for (int i : {kQ, kK}) std::copy_n(a.x[i].strides, 4, n.before[i]);
     Launch launch(p.kernel, p.constants, {{kBufferCosGrad, &call.cos_grad}, {kBufferSinGrad, &call.sin_grad}});
     launch.set_params(n);
     for (int i = 0; i < p.constants.tensors; i++) {

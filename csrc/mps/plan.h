@@ -243,11 +243,6 @@ inline void choose_kernel(std::string_view type, bool backward, int vector, rope
   if (plan.constants.all_heads) plan.work = {tokens, plan.constants.tensors, 1};
 }
 
-// Copies the strides of q and k before the norm or the rotation.
-inline void set_before(const Before (&x)[2], rope_int (&strides)[2][4]) {
-  for (int i = 0; i < kV; i++) std::copy(x[i].strides, x[i].strides + 4, strides[i]);
-}
-
 // Lays out a call that rotates. A backward also passes `before`: q and k, or null for k, as they were before the norm
 // or the rotation.
 inline Plan plan(const RotateCall& call, const RopeParams& p, const Tensor* const* before = nullptr) {
