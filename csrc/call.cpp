@@ -11,11 +11,13 @@
 
 namespace rope {
 
+namespace {
+
+// Writes the strides of t to strides[4], as [batch, seq, heads, head_dim]. A 3-D tensor is a batch of one: strides[0]
+// stays as it was.
 void strides_of(const Tensor& t, rope_int* strides) {
   std::copy(t.strides().rbegin(), t.strides().rend(), std::reverse_iterator(strides + 4));
 }
-
-namespace {
 
 // Writes the strides of a table as [batch, row, head, column]. If there is one batch or head, its stride is 0, so that
 // all sequences or heads share it.

@@ -128,10 +128,6 @@ struct CosSinCall {
   CosSinArgs args(const Tensor& positions, const Tensor& inv_freq) const;
 };
 
-// Writes the strides of t to strides[4], as [batch, seq, heads, head_dim]. A 3-D tensor is a batch of one: strides[0]
-// stays as it was.
-void strides_of(const Tensor& t, rope_int* strides);
-
 // Raises the ValueErrors and TypeErrors that the operators document. Fake tensors are allowed: sizes stay symbolic, and
 // no value in a tensor is read.
 void check(const RotateCall& call, bool writes);

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
-#include <utility>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
