@@ -160,7 +160,7 @@ for _signature in operators():
         register_flop_formula(_signature.op.overloadpacket)(functools.partial(_flops, _signature))
 
 
-# ---- DTensor, whose import takes half as long as that of torch: a program that imports it later imports the rules too ----
+# ---- DTensor, which takes long to import: if that comes after torch_rope, a program imports torch_rope.parallel too ----
 
 if "torch.distributed.tensor" in sys.modules:
     try:

@@ -219,7 +219,7 @@ class _Search:
                     )
                 fused, note = self.fuse(module, owner, name, function, new)
                 note = f"{'kept apart, because' if fused is new else 'fused:'} {note}" if note else ""
-                # The text of a Rotary says how it rounds, which so is tried now, and not in a forward.
+                # The text of a Rotary says how it rounds, so that is tried here, and not in a forward.
                 yield name, fused, (*map(str, fused._torch_rope), *filter(None, [note]))
             elif re.match("_?apply_(rotary|rope)", name):
                 raise self._refused(where, "must call a rotary function that can be replaced but does not")
@@ -293,7 +293,7 @@ class Patch(contextlib.AbstractContextManager):
         has_classes = any(not isinstance(r.now, types.MethodType) for r in self._replaced)
         self._replaced = []
         if has_classes:
-            gc.collect()  # alone frees the classes of processors, with the names that their code has in modules
+            gc.collect()  # nothing else frees the classes of processors, whose code holds names in modules
         if vars(self._model).get(ATTRIBUTE) is self:
             del vars(self._model)[ATTRIBUTE]
         if gone:
