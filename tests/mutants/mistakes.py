@@ -234,7 +234,7 @@ PYTHON = [
     ("RotaryEmbedding: the length is the highest position, without adding one", "frequencies/lengths.py", "- (-1 - offset)", "- (-offset)", "modules/test_rotary_embedding"),
     ("RotaryEmbedding: frequencies are made in the mode of the caller", "_sources.py", "undisturbed(self._make, exact, ", "self._make(exact, ", "modules/test_rotary_embedding"),
     ("RotaryEmbedding: what is assigned is cast", "module.py", "return moved if moved.dtype == t.dtype else t.to(moved.device)", "return moved", "modules/test_rotary_embedding"),
-    ("configs: an unknown entry about a rotation is passed over", "frequencies/config.py", "_need(not unread, name", "_need(True, name", "modules/test_frequencies"),
+    ("configs: an unknown entry about a rotation is passed over", "frequencies/config.py", "_need(is_read, name", "_need(True, name", "modules/test_frequencies"),
     ("slots_of_window: older tokens are written", "positions.py", "(positions > newest - window)", "(positions >= newest - window)", "modules/test_multimodal"),
     ("RotaryEmbedding: dynamic uses a wrong exponent", "module.py", "trained, -2 / (rotary_dim - 2))", "trained, -2 / rotary_dim)", "modules/test_rotary_embedding"),
     ("functions: inverse is not passed", "_signatures.py", "self.flags, self.defaults = [a.name for a in flags]", "self.flags, self.defaults = [a.name.replace(\"inverse\", \"interleaved\") for a in flags]", "operators/test_reference"),

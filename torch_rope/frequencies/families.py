@@ -1,17 +1,10 @@
 """Lists what the configs of transformers do not say about families of models, such as their pairing."""
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # The families whose pairing is interleaved: channels 2i and 2i + 1 form a pair.
-#
-# Each name is the ``model_type`` of the config that describes the attention: that of a text model or of a vision tower,
-# not the outer config. The list comes from every modeling file of transformers 5.24.0; qwen2_5_omni_dit re-orders
-# channels before it rotates pairs that are half-split. tests/exhaustive/models/test_families.py compares it with the
-# installed release. In deepseek_v4 the last channels of a head are rotated, not the first.
-INTERLEAVED = _names(
+# Each name is the ``model_type`` of the config that describes the attention, not of an outer config. The list comes from
+# every modeling file of transformers 5.24.0; tests/exhaustive/models/test_families.py compares it with the installed one.
+# qwen2_5_omni_dit re-orders channels before it rotates pairs that are half-split; deepseek_v4 rotates the last channels.
+INTERLEAVED = frozenset(
     """
     axk1 axk2 bailing_hybrid blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher codegen cohere
     cohere2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note_text edgetam_video
@@ -20,15 +13,13 @@ INTERLEAVED = _names(
     mistral4 mistral_large4_text moonshine moonshine_streaming openai_privacy_filter pe_audio_encoder
     pe_audio_video_encoder pe_video_encoder qwen2_5_omni_dit roformer sam2_video sam3_tracker_video sam3_vit_model
     sarvam_mla youtu
-    """
+    """.split()
 )
-
 # The families of INTERLEAVED whose config can choose: ``config.rope_interleave = False`` makes them half-split.
 ROPE_INTERLEAVE = frozenset({"axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla", "youtu"})
 
-# The families with text whose pairing is half-split: channels i and i + rotary_dim / 2 form a pair. The name of a text
-# config is here without its end "_text".
-HALF_SPLIT = _names(
+# The families with text whose pairing is half-split, (i, i + rotary_dim / 2). Names of text configs lack their "_text".
+HALF_SPLIT = frozenset(
     """
     afmoe apertus apertus1p5 arcee aria bamba beam bitnet chameleon cohere_compass cosmos3_edge csm
     csm_depth_decoder_model cwm dbrx deepseek_ocr2 deepseek_ocr2_encoder dia_decoder dia_encoder diffllama
@@ -49,15 +40,7 @@ HALF_SPLIT = _names(
     qwen3_vl qwen3_vl_moe qwen4_exp recurrent_gemma sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2
     step3p5 t5_gemma_module t5gemma2 t5gemma2_decoder timesfm2_5 ultrabert unlimited_ocr vaultgemma
     voxtral_realtime voxtral_realtime_encoder xcodec2 zamba2 zaya
-    """
-)
-
-# The families whose model reads partial_rotary_factor, although their config class does not give it a value.
-PARTIAL = _names(
-    """
-    diffusion_gemma_text glm4_moe_lite glm4v_text glm_image_text glm_ocr_text mellum minimax_m2 qwen4_exp_text
-    solar_open
-    """
+    """.split()
 )
 
 # The families in which only the layers with a sliding window rotate. Those of ALL_WITHOUT_WINDOW rotate in all layers
@@ -73,8 +56,11 @@ NOT_BY_CONFIG = {
 }
 # The families that rotate without rope parameters, by the base 10000 or rope_theta, and rotary_dim channels of a head.
 NO_PARAMETERS = frozenset({"codegen", "esm", "gptj", "lightglue", "roformer"})
-# Family -> the entry of its config that says whether it rotates -> the values with which it does.
+# The families in which layer_rope_theta holds the base of each layer. In others it only says which layers rotate.
+THETA_OF_LAYER = frozenset({"granite_swa", "granitemoe_swa"})
+# Family, or None for one that transformers lacks -> the entry that says whether it rotates -> the values if it does.
 ROTATES_IF = {
+    None: {"position_embedding_type": (None, "rope", "rotary")},
     "esm": {"position_embedding_type": ("rotary",)},
     "falcon": {"alibi": (False,)},
     "granitemoehybrid": {"position_embedding_type": ("rope",)},

@@ -228,7 +228,6 @@ def yarn(
         attention_factor = m(mscale) / m(mscale_all_dim)  # m(1) unless both are given
 
     DeepSeek also multiplies the scale of its softmax by ``m(mscale_all_dim) ** 2``, which is not part of the rotation.
-    If each layer type has its own parameters, transformers does not find truncate, but :func:`from_config` does.
 
     Raises ValueError if factor is below 1, base at most 1, beta_slow above beta_fast, or another argument not positive.
     """
