@@ -17,6 +17,39 @@ from urllib.parse import urlsplit
 
 from setuptools import setup
 
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "shaders"))
+import embed  # noqa: E402
+
+ADDRESS = "https://github.com/OWNER/torch_rope"  # a placeholder in README.md
+PAGES = {"Source": "", "Documentation": "/tree/HEAD/docs", "Issues": "/issues", "Changes": "/blob/HEAD/CHANGELOG.md"}
+
+
+def address() -> str | None:
+    """Returns the address of the repository that was cloned, without a name or a token, or None if it is not known."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        return None
+    git = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+    url = urlsplit(re.sub(r"^\w+@([\w.-]+):/?", r"ssh://\1/", git.stdout.strip()))  # git@host:path means SSH
+    if url.scheme not in ("https", "ssh") or "." not in (url.hostname or ""):
+        return None
+    port = f":{url.port}" if url.port and url.scheme == "https" else ""
+    return f"https://{url.hostname}{port}{url.path.rstrip('/').removesuffix('.git')}"
+
+
+[version] = re.findall(r'^__version__ = "(.*)"', (ROOT / "torch_rope/__init__.py").read_text(), re.M)
+own, text = address(), (ROOT / "README.md").read_text(encoding="utf-8")
+if own:  # the links and pictures of README.md lead to the repository
+    text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{own}/raw/HEAD/", text.replace(ADDRESS, own))
+    text = re.sub(r"(\]\()(?!\w+:|#)", rf"\1{own}/blob/HEAD/", text)
+metadata = {
+    "version": version,
+    "install_requires": ["torch>=2.11"],
+    "long_description": text,
+    "long_description_content_type": "text/markdown",
+    "project_urls": {name: own + path for name, path in PAGES.items()} if own else {},
+}
+
 # pyproject.toml does not ask for torch: pip would then build in an environment of its own, with the newest torch instead
 # of the one that is installed.
 try:
@@ -24,14 +57,14 @@ try:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ModuleNotFoundError as error:
+    # uv lock, for example, asks for the metadata alone, in an environment without torch.
+    if {"egg_info", "dist_info"} & {*sys.argv}:
+        setup(**metadata)
+        sys.exit()
     sys.exit(
         f"torch_rope: this build found no {error.name}, and it needs the torch that will run torch_rope. Install torch, "
         'then run: pip install "setuptools>=77" pybind11 ninja && pip install --no-build-isolation .'
     )
-
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "shaders"))
-import embed  # noqa: E402
 
 if sys.platform == "win32" or torch.version.hip:
     sys.exit("torch_rope supports Linux and macOS. It does not support Windows or ROCm builds of torch.")
@@ -65,8 +98,7 @@ else:
 # --fmad=false switches contraction off for CUDA, as -ffp-contract=off does for C++: csrc/angle.h, and the compensated
 # sums (Sums in csrc/cuda/tables.cu), add to products and subtract from them, and must have the same bits everywhere.
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
-ARCHITECTURES = "8.0;8.9;9.0;10.0;12.0+PTX"  # A100, RTX 40, H100, B200, RTX 50 and later
-ARCHITECTURES_BEFORE_NVCC_12_8 = "8.0;8.9;9.0+PTX"
+ARCHITECTURES = "7.5;8.0;8.9;9.0;10.0;12.0+PTX"  # T4, A100, RTX 40, H100, B200, RTX 50 and later
 
 
 def nvcc_release() -> tuple[int, ...]:
@@ -97,7 +129,9 @@ reason, wanted = without_cuda(nvcc), os.environ.get("TORCH_ROPE_CUDA", "")
 if wanted not in ("", "0", "1"):
     sys.exit(f"torch_rope: TORCH_ROPE_CUDA is {wanted!r} but must be 0, 1 or unset.")
 if not reason:
-    known = ARCHITECTURES if nvcc >= (12, 8) else ARCHITECTURES_BEFORE_NVCC_12_8
+    known = ARCHITECTURES if nvcc >= (12, 8) else "7.5;8.0;8.9;9.0+PTX"
+    if nvcc >= (13,) and platform.machine() == "aarch64":
+        known = known.replace("12.0", "11.0;12.0")  # Jetson Thor
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", known)
     NVCC_FLAGS.append("--threads=2")  # two architectures at a time
     if nvcc >= (13,):  # the drivers of CUDA 12 before 12.4 cannot read files that are compressed so
@@ -108,31 +142,6 @@ elif "sdist" not in sys.argv and (wanted == "1" or (torch.version.cuda and wante
     advice = f"Install the CUDA toolkit {torch.version.cuda}, or set TORCH_ROPE_CUDA=0 to build for the CPU only."
     advice = advice if torch.version.cuda else "Unset TORCH_ROPE_CUDA to build for the CPU only."
     sys.exit(f"torch_rope cannot be built for CUDA: {reason}. {advice}")
-
-
-ADDRESS = "https://github.com/OWNER/torch_rope"  # a placeholder in README.md
-PAGES = {"Source": "", "Documentation": "/tree/HEAD/docs", "Issues": "/issues", "Changes": "/blob/HEAD/CHANGELOG.md"}
-
-
-def address() -> str | None:
-    """Returns the address of the repository that was cloned, without a name or a token, or None if it is not known."""
-    if not (ROOT / ".git").exists() or not shutil.which("git"):
-        return None
-    git = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
-    url = urlsplit(re.sub(r"^\w+@([\w.-]+):/?", r"ssh://\1/", git.stdout.strip()))  # git@host:path means SSH
-    if url.scheme not in ("https", "ssh") or "." not in (url.hostname or ""):
-        return None
-    port = f":{url.port}" if url.port and url.scheme == "https" else ""
-    return f"https://{url.hostname}{port}{url.path.rstrip('/').removesuffix('.git')}"
-
-
-def readme(own: str | None) -> str:
-    """Returns README.md. If the address of the repository is known, its links and pictures lead there."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    if own:
-        text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{own}/raw/HEAD/", text.replace(ADDRESS, own))
-        text = re.sub(r"(\]\()(?!\w+:|#)", rf"\1{own}/blob/HEAD/", text)
-    return text
 
 
 class Build(BuildExtension):
@@ -199,18 +208,12 @@ for folder in folders:
 # A source distribution works with every torch, and a build only with the release that it was made for. A wheel made here
 # also says so in its version, so that an index may hold the wheels of all releases; pip wants a build of a source
 # distribution, which has the file PKG-INFO, to keep the version of that.
-requirement, label = f"torch=={TORCH}.*", ""
-if "sdist" in sys.argv:
-    requirement = "torch>=2.11"
-elif not (ROOT / "PKG-INFO").exists():
-    label = f"+torch{TORCH}" + ("" if reason else ".cu" + torch.version.cuda.replace(".", ""))
-
-[version] = re.findall(r'^__version__ = "(.*)"', (ROOT / "torch_rope/__init__.py").read_text(), re.M)
-own = address()
+if "sdist" not in sys.argv:
+    metadata["install_requires"] = [f"torch=={TORCH}.*"]
+    if not (ROOT / "PKG-INFO").exists():
+        metadata["version"] += f"+torch{TORCH}" + ("" if reason else ".cu" + torch.version.cuda.replace(".", ""))
 
 setup(
-    install_requires=[requirement],
-    version=version + label,
     ext_modules=[
         (CppExtension if reason else CUDAExtension)(
             "torch_rope._C",
@@ -223,7 +226,5 @@ setup(
         )
     ],
     cmdclass={"build_ext": Build},
-    long_description=readme(own),
-    long_description_content_type="text/markdown",
-    project_urls={name: own + path for name, path in PAGES.items()} if own else {},
+    **metadata,
 )

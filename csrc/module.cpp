@@ -8,7 +8,7 @@
 #include "mps/pipelines.h"
 #endif
 
-PYBIND11_MODULE(_C, m) {
+PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.doc() = "Describes this build of torch_rope. The operators are in torch.ops.rope.";
 #if defined(ROPE_WITH_CUDA)
   m.attr("devices") = pybind11::make_tuple("cpu", "cuda");

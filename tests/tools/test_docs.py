@@ -197,7 +197,7 @@ def test_the_code_of_a_page_runs_and_computes_what_it_says(page, tmp_path, monke
 def test_every_block_is_code_or_its_output_and_every_link_leads_somewhere(page):
     text = text_of(page)
     assert not re.search(r"^[ >]+```|^~~~", text, re.M), "a block is indented, so these tests do not see it"
-    assert {language for language, _ in blocks(page)} <= {"python", "output", "sh"}
+    assert {language for language, _ in blocks(page)} <= {"python", "output", "sh", "toml"}
     text = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
         target = (ROOT / page).parent / path if path else ROOT / page

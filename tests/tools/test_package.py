@@ -17,6 +17,7 @@ import torch_rope
 from torch_rope import _C
 
 pytestmark = pytest.mark.cpu
+RELEASE = ".".join(torch.__version__.split(".")[:2])
 COMMANDS = 'pip install "setuptools>=77" pybind11 ninja && pip install --no-build-isolation .'
 
 
@@ -37,38 +38,43 @@ REFUSED = {
     "os.environ['PATH'] = '/nowhere'": r"torch_rope needs a C\+\+ compiler, and found no c\+\+: install g\+\+",
     "os.environ['CXX'] = 'no-such-c++ -m64'": r"needs a C\+\+ compiler, and found no no-such-c\+\+",
     "os.environ['CXX'] = static": r"static finds no libstdc\+\+.so, .* Install libstdc\+\+'s development files",
-    "os.environ['TORCH_ROPE_CUDA'] = '1'; torch.version.cuda = None": "for CUDA: torch .* has no CUDA. Unset TORCH_ROPE_CUDA",
+    "os.environ['TORCH_ROPE_CUDA'] = '1'": "for CUDA: torch .* has no CUDA. Unset TORCH_ROPE_CUDA",
     "torch.version.cuda = '13.0'; torch.utils.cpp_extension.CUDA_HOME = None": "for CUDA: nvcc was not .* set TORCH_ROPE_CUDA=0",
     "has_nvcc('12.6', torch_cuda='13.0')": "for CUDA: nvcc in .* is of CUDA 12.6, and this torch is of CUDA 13.0. Install the",
     "has_nvcc('13.0', torch_cuda='13.2'); os.environ['TORCH_ROPE_KERNELS'] = '/nowhere'": "TORCH_ROPE_KERNELS is /nowhere, a folder without",
 }
-# Releases of torch's CUDA and of nvcc, which alone decides for which GPUs the kernels are compiled.
+# Releases of torch's CUDA and of nvcc, and the processor. The last two decide for which GPUs the kernels are compiled.
 ARCHITECTURES = {
-    ("12.6", "12.8"): "8.0;8.9;9.0;10.0;12.0+PTX",
-    ("12.8", "12.6"): "8.0;8.9;9.0+PTX",
-    ("13.2", "13.0"): "8.0;8.9;9.0;10.0;12.0+PTX",
+    ("12.6", "12.8", "aarch64"): "7.5;8.0;8.9;9.0;10.0;12.0+PTX",
+    ("12.8", "12.6", "x86_64"): "7.5;8.0;8.9;9.0+PTX",
+    ("13.2", "13.0", "x86_64"): "7.5;8.0;8.9;9.0;10.0;12.0+PTX",
+    ("13.0", "13.2", "aarch64"): "7.5;8.0;8.9;9.0;10.0;11.0;12.0+PTX",
 }
+# What packs, and for which torch: with TORCH_ROPE_CUDA=0 a torch that has CUDA needs no nvcc, and in an environment
+# without torch, where uv lock reads the metadata, every torch will do.
+PACKS = {"torch.version.cuda = '13.0'": f"torch=={RELEASE}.*", "sys.modules['torch'] = None": "torch>=2.11"}
 
 
 def test_setup_and_import_say_in_one_line_why_they_cannot_work_and_setup_packs_every_file(tmp_path):
-    release = ".".join(torch.__version__.split(".")[:2])
-    repository = {"GIT_DIR": str(tmp_path / "git")}
+    repository = {"GIT_DIR": str(tmp_path / "git"), "TORCH_ROPE_CUDA": "0"}
     command = "git init --quiet && git remote add origin git@host.org:some/rope.git"
     subprocess.run(command, shell=True, env=os.environ | repository)
-    arguments = ["setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
-    pack = f"os.environ.update({repository}); sys.argv = {arguments}"
-    programs = [f"{change}; runpy.run_path('setup.py')" for change in [*REFUSED, pack]]
+    packs = [f"{change}; pack({str(tmp_path / requirement)!r})" for change, requirement in PACKS.items()]
+    programs = [f"{change}; runpy.run_path('setup.py')" for change in [*REFUSED, *packs]]
     programs += [
-        f"has_nvcc({nvcc!r}, {cuda!r}); runpy.run_path('setup.py'); assert os.environ['TORCH_CUDA_ARCH_LIST'] == {known!r}"
-        for (cuda, nvcc), known in ARCHITECTURES.items()
+        f"has_nvcc({nvcc!r}, {cuda!r}); platform.machine = lambda: {machine!r}; runpy.run_path('setup.py'); "
+        f"assert os.environ['TORCH_CUDA_ARCH_LIST'] == {known!r}"
+        for (cuda, nvcc, machine), known in ARCHITECTURES.items()
     ]
-    # Another release is refused before the library is loaded, but a patch release is not.
+    # Another release is refused before the library is loaded, but a patch release is not. A Python without a GIL stays so.
     programs += ["torch.__version__ = '2.9.1'; import torch_rope"]
-    programs += [f"torch.__version__ = '{release}.99+cu130'; import torch_rope; assert 'torch_rope._C' in sys.modules"]
+    programs += [f"torch.__version__ = '{RELEASE}.99+cu130'; import torch_rope; assert 'torch_rope._C' in sys.modules"]
+    programs[-1] += "; assert not sysconfig.get_config_var('Py_GIL_DISABLED') or not sys._is_gil_enabled()"
     done = python(f"""
 import logging; logging.disable()  # a torch with CUDA logs that there is no GPU
-import os, pathlib, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
+import os, pathlib, platform, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
 os.chdir({str(ROOT)!r}); os.environ.pop("CXX", None); os.environ.pop("TORCH_ROPE_CUDA", None); sys.argv = ["setup.py", "--version"]
+torch.version.cuda = None
 static = {str(tmp_path / "static")!r}  # a compiler that finds no library
 pathlib.Path(static).write_text("#!/bin/sh\\necho libstdc++.so")
 pathlib.Path(static).chmod(0o755)
@@ -79,6 +85,8 @@ def has_nvcc(release, torch_cuda):
         (home / file).write_text(f"#!/bin/sh\\necho 'Cuda compilation tools, release {{release}}, V{{release}}.99'")
         (home / file).chmod(0o755)
     torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME = torch_cuda, str(home)
+def pack(folder):
+    os.mkdir(folder); os.environ.update({repository}); sys.argv = ["setup.py", "--quiet", "egg_info", "--egg-base", folder]
 for i, program in enumerate({programs}):
     if not os.fork():  # because the import of torch takes seconds
         os.dup2(os.open(f"{tmp_path}/{{i}}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
@@ -87,22 +95,25 @@ for i, program in enumerate({programs}):
             exec(program)
         except BaseException as error:
             os.write(2, str(error).encode())
-            os._exit(2 if "torch_rope._C" in sys.modules else 1)
+            os._exit(2 if "torch_rope._C" in sys.modules else getattr(error, "code", 1) is not None)  # None: sys.exit()
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]))
 """)
-    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0"] * (1 + len(ARCHITECTURES)) + ["1", "0"], (
+    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0"] * len([*PACKS, *ARCHITECTURES]) + ["1", "0"], (
         done.stdout + done.stderr
     )
     printed = [(tmp_path / str(i)).read_text().strip() for i in range(len(programs))]
     for message, line in zip(REFUSED.values(), printed, strict=False):
         assert re.search(message, line) and "\n" not in line, line
     assert printed[-2].startswith(f"torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
-    information = (tmp_path / "torch_rope.egg-info/PKG-INFO").read_text()
-    # An address, that of a page, and a link. setup.py asks git for them in a clone only.
-    found = [f"https://host.org/some/rope{path}" in information for path in (" ", "/issues", "/blob/HEAD/docs/")]
-    assert found == [(ROOT / ".git").exists()] * 3
-    packed = set((tmp_path / "torch_rope.egg-info/SOURCES.txt").read_text().replace("\n./", "\n").splitlines())
+    for requirement in PACKS.values():
+        information = (tmp_path / requirement / "torch_rope.egg-info/PKG-INFO").read_text()
+        assert f"Requires-Dist: {requirement}\n" in information
+        # An address, that of a page, and a link. setup.py asks git for them in a clone only.
+        found = [f"https://host.org/some/rope{path}" in information for path in (" ", "/issues", "/blob/HEAD/docs/")]
+        assert found == [(ROOT / ".git").exists()] * 3
+    lines = (tmp_path / f"torch=={RELEASE}.*/torch_rope.egg-info/SOURCES.txt").read_text().splitlines()
+    packed = {line.removeprefix("./") for line in lines}
     folders = (path for folder in ("csrc", "shaders", "torch_rope") for path in (ROOT / folder).rglob("*"))
     files = {str(p.relative_to(ROOT)) for p in folders if p.is_file() and p.suffix not in (".so", ".pyc")}
     files |= {"setup.py", "pyproject.toml", "README.md", "LICENSE"}

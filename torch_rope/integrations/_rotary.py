@@ -119,7 +119,7 @@ class Rotary:
         ys = self._rotated([given[name] for name in self._defaults])
         if ys is not None:
             return tuple(ys) if len(ys) > 1 else ys[0]
-        if False in self._checked.values() and not self._has_warned:
+        if False in [*self._checked.values()] and not self._has_warned:
             self._has_warned = True
             message = _NO_ROTATION + ", which is not a rotation, so it computes as without torch_rope"
             warnings.warn(message.format(self.name), stacklevel=2)
@@ -175,7 +175,7 @@ class Rotary:
         Tables of one token, which tell little, are examined only the first time, because a GPU has to be waited for.
         """
         if torch.compiler.is_compiling() and not self._in_trial:
-            if self._has_warned or False in self._checked.values():
+            if self._has_warned or False in [*self._checked.values()]:
                 return False
             # Dynamo of torch 2.11 takes is_exporting() for True, but reads the flag.
             if reading.cos.device.type in ("cpu", "cuda") and not torch.compiler._is_exporting_flag:
@@ -185,12 +185,12 @@ class Rotary:
         cos = reading.cos
         several = cos.shape[-3:-1].numel() > 1
         key = reading.form, several, cos.shape[-1]  # no number of tokens, for which compiled code would have a guard
-        captured = cos.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not captured and (key not in self._checked or several):
+        known = self._checked.get(key, True)  # another thread may change it
+        if (key not in self._checked or several) and not (cos.is_cuda and torch.cuda.is_current_stream_capturing()):
             # Tensors on the device meta, fake ones and those of vmap do not show their numbers.
             with contextlib.suppress(RuntimeError):
-                self._checked[key] = all(torch.equal(a, b) for a, b in reading.must_be_equal())
-        return self._checked.get(key, True)
+                self._checked[key] = known = all(torch.equal(a, b) for a, b in reading.must_be_equal())
+        return known
 
     # ---- finding out what it computes ----
 
