@@ -45,7 +45,8 @@ def understood(config: Any) -> Any:
     _need(not isinstance(config, nn.Module), "config", type(config), "the config of a model; pass model.config")
     config = of_transformers.made(config)
     text = of_transformers.made(_get(config, "text_config") or config)
-    _need(hasattr(text, "model_type"), "config", config, "a dict, or a config object of transformers (AutoConfig)")
+    named = isinstance(getattr(text, "model_type", 0), str | None)
+    _need(named, "config", config, "a dict, or a config object of transformers (AutoConfig), with a model_type")
     for name, value in vars(text).items() if of_transformers.class_of(text) is None else ():
         is_read = value is None or name in _READ or not _ABOUT_POSITIONS.search(name)
         _need(is_read, name, value, f"absent, because its meaning is not known; {INSTEAD}")
@@ -181,8 +182,7 @@ def _arguments(config: Any, label: str | None, rope: Mapping) -> tuple[str, dict
 
 
 def _difference(kind: str, arguments: dict, theirs: list[Frequencies]) -> tuple | None:
-    """Returns what differs between the frequencies of a kind and those of a class of transformers, up to the roundings of
-    float32: its name, ours and theirs; or None."""
+    """Returns what of a kind differs from a class of transformers by more than float32 does (its name, ours, theirs), or None."""
     for lengths, (b, factor) in zip(({}, {"long": True}), theirs, strict=False):
         a, ours = KINDS[kind](**arguments, **lengths)
         i = int(((a - b).abs() - 2**-15 * b).argmax())  # differs most
@@ -210,8 +210,8 @@ def read(config: Any, layer_type: str | None = None, layer: int | None = None) -
         _need(False, *against[:2], f"that of a model that rotates{against[2]}")
     unlike = {str(found): found for found in _layers(config, layer_type, layer)}
     found = [(name, _arguments(config, name, rope)) for name, rope in unlike.values() if rope is not None]
-    asked = ("layer_type", layer_type) if layer is None else ("layer", layer)
-    _need(bool(found), *asked, "that of a layer that rotates: this one does not; frequencies.rotates tells which do")
+    name, value = ("layer_type", layer_type) if layer is None else ("layer", layer)
+    _need(bool(found), name, value, "that of a layer that rotates; frequencies.rotates tells which do")
     types, first = sorted({name for name, _ in found}, key=str), found[0][1]
     if any(arguments != first for _, arguments in found):
         choices = f"one of {', '.join(map(repr, types))}, because layers differ; or pass layer"
@@ -274,7 +274,7 @@ def is_interleaved(config: Any) -> bool:
     text = _get(config, "text_config") or config
     model_type, chosen, half_split = (_get(text, n) for n in ("model_type", "rope_interleave", "rope_is_neox_style"))
     chosen = half_split is False if chosen is None and half_split is not None else chosen
-    family = {model_type, str(model_type).removesuffix("_text")} & (INTERLEAVED | HALF_SPLIT)
+    family = {str(model_type), str(model_type).removesuffix("_text")} & (INTERLEAVED | HALF_SPLIT)
     if isinstance(chosen, bool) and (not family or family & ROPE_INTERLEAVE):
         return chosen
     advice = "pass interleaved= to RotaryEmbedding.from_config"

@@ -57,7 +57,7 @@ def made(config: Any) -> Any:
     is_known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     cls = transformers.CONFIG_MAPPING[model_type] if is_known else None
     for name in () if is_known else entries.get("architectures") or ():
-        cls = getattr(getattr(transformers, name, None), "config_class", cls)
+        cls = getattr(getattr(transformers, str(name), None), "config_class", cls)
     if cls is None and isinstance(inner, dict):
         return made(inner)
     text = inner if isinstance(inner, dict) else entries
