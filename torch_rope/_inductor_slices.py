@@ -92,26 +92,23 @@ def _keep_copies() -> None:
     post_grad.same_meta = is_no_copy
     joint_graph.remove_no_ops = lambda gm, *args: None if writes(gm.graph) else remove_no_ops(gm, *args)
     for entry in (e for p in post_grad.pass_patterns for entries in p.patterns.values() for e in entries):
-        if getattr(entry.handler, "__name__", "") in ("splitwithsizes_cat_replace", "cat_splitwithsizes_replace"):
+        if getattr(getattr(entry, "handler", None), "__name__", "") in ("splitwithsizes_cat_replace", "cat_splitwithsizes_replace"):
             entry.extra_check = lambda match, check=entry.extra_check: not writes(match.nodes[0].graph) and check(match)
 
 
-def _watch_functionalization(op: torch._ops.OpOverload) -> None:
-    """Replaces parts of torch when an operator is functionalized."""
-
-    @op.py_impl(FunctionalTensorMode)
-    def functionalize(mode, *args, **kwargs):
-        if os.environ.get("TORCH_ROPE_LOWERING") == "0":
-            raise RuntimeError(
-                f"{op._schema.name.replace('::', '.')}: TORCH_ROPE_LOWERING is 0 but must not be, because torch.compile "
-                "may then write to the wrong memory; unset it, or use the functional operator"
-            )
-        _replace_lowering_of_slices()
-        _keep_copies()
-        with mode:  # continues as if this function were not registered
-            return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
+def _functionalize(op: torch._ops.OpOverload, mode: FunctionalTensorMode, *args, **kwargs) -> None:
+    """Replaces parts of torch, and continues as if this function were not registered."""
+    if os.environ.get("TORCH_ROPE_LOWERING") == "0":
+        raise RuntimeError(
+            f"{op._schema.name.replace('::', '.')}: TORCH_ROPE_LOWERING is 0 but must not be, because torch.compile may "
+            "then write to the wrong memory; unset it, or use the functional operator"
+        )
+    _replace_lowering_of_slices()
+    _keep_copies()
+    with mode:
+        op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 
 
 for _signature in operators():
     if _signature.written:
-        _watch_functionalization(_signature.op)
+        _signature.op.py_impl(FunctionalTensorMode)(functools.partial(_functionalize, _signature.op))

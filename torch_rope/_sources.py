@@ -70,10 +70,10 @@ class Sources:
         """Returns numbers, which nothing moves or casts, the device, and a tensor unless it is fake: torch.load moves it as
         it moves the tensors of the model, and torch.compile leaves it out where it saves what a program depends on."""
         t = self._tensor()
-        places = [t.device, t] if type(t) is Tensor else [t.device]
-        return {"exact": self.exact.tolist(), "max_position": self.max_position, "places": places}
+        device = t.device, t if type(t) is Tensor else None
+        return {"exact": self.exact.tolist(), "max_position": self.max_position, "device": device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        device, *moved = state["places"]
-        device = next((t.device for t in moved if isinstance(t, Tensor)), device)
+        device, t = state["device"]
+        device = t.device if isinstance(t, Tensor) else device
         self.__init__(undisturbed(float64, state["exact"]), state["max_position"], device)
