@@ -8,8 +8,10 @@ TORCH_ROPE_LOWERING=0 nothing is replaced, and to compile such an operator is an
 
 import functools
 import os
+import sys
 
 import torch
+from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ._signatures import operators
@@ -92,23 +94,30 @@ def _keep_copies() -> None:
     post_grad.same_meta = is_no_copy
     joint_graph.remove_no_ops = lambda gm, *args: None if writes(gm.graph) else remove_no_ops(gm, *args)
     for entry in (e for p in post_grad.pass_patterns for entries in p.patterns.values() for e in entries):
-        if getattr(getattr(entry, "handler", None), "__name__", "") in ("splitwithsizes_cat_replace", "cat_splitwithsizes_replace"):
+        if getattr(getattr(entry, "handler", None), "__name__", "") in (
+            "splitwithsizes_cat_replace",
+            "cat_splitwithsizes_replace",
+        ):
             entry.extra_check = lambda match, check=entry.extra_check: not writes(match.nodes[0].graph) and check(match)
 
 
-def _functionalize(op: torch._ops.OpOverload, mode: FunctionalTensorMode, *args, **kwargs) -> None:
-    """Replaces parts of torch, and continues as if this function were not registered."""
-    if os.environ.get("TORCH_ROPE_LOWERING") == "0":
+def _trace(op: torch._ops.OpOverload, mode: FakeTensorMode | FunctionalTensorMode, *args, **kwargs) -> None:
+    """Replaces parts of torch before an operator is functionalized, or Inductor traces a program that was functionalized
+    in another process, and continues as if this function were not registered."""
+    functionalizes, replaces = type(mode) is FunctionalTensorMode, os.environ.get("TORCH_ROPE_LOWERING") != "0"
+    if functionalizes and not replaces:
         raise RuntimeError(
             f"{op._schema.name.replace('::', '.')}: TORCH_ROPE_LOWERING is 0 but must not be, because torch.compile may "
             "then write to the wrong memory; unset it, or use the functional operator"
         )
-    _replace_lowering_of_slices()
-    _keep_copies()
+    if replaces and (functionalizes or "torch._inductor.compile_fx" in sys.modules):
+        _replace_lowering_of_slices()
+        _keep_copies()
     with mode:
         op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 
 
 for _signature in operators():
     if _signature.written:
-        _signature.op.py_impl(FunctionalTensorMode)(functools.partial(_functionalize, _signature.op))
+        for _mode in (FakeTensorMode, FunctionalTensorMode):
+            _signature.op.py_impl(_mode)(functools.partial(_trace, _signature.op))

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from cases import EXHAUSTIVE, SOURCES
+from cases import EXHAUSTIVE, SOURCES, python
 from programs import (
     COMPILING,
     DIM,
@@ -188,3 +188,24 @@ def test_a_saved_function_with_a_module_loads(tmp_path):
         saved.save_compiled_function(path)
         with open(path, "rb") as file:
             assert_same_bits(torch.compiler.load_compiled_function(file)(rope, q), rope(q, q))
+
+
+@pytest.mark.cpu
+@pytest.mark.exhaustive
+def test_a_program_that_another_process_functionalized_compiles_correctly(tmp_path):
+    class Module(torch.nn.Module):
+        def forward(self, x, cos, sin):
+            copy = x[1:].clone()
+            rope.rotate_(copy[..., 2:, :], cos, sin)
+            return copy
+
+    x, path = torch.randn(2, 6, HEADS, DIM), tmp_path / "saved.pt2"
+    torch.export.save(torch.export.export(Module(), (x, *tables("cpu"))).run_decompositions(), path)
+    torch.save((x, *tables("cpu")), tmp_path / "inputs")
+    program = f"""
+import torch, torch_rope
+module, inputs = torch.export.load({str(path)!r}).module(), torch.load({str(tmp_path / "inputs")!r})
+assert torch.equal(torch.compile(module)(*inputs), module(*inputs))
+"""
+    done = python(program)
+    assert not done.returncode, done.stderr
