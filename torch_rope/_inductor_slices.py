@@ -1,35 +1,46 @@
-"""Mends how torch.compile lowers the operands of in-place operators.
+"""Mends what torch.compile does with the operands of in-place operators.
 
-Functionalization writes the operand of an in-place operator as a view of its base. torch gets three of these wrong, and
-the operator then silently writes to another place in memory. So parts of torch are replaced before it writes such a
-graph. docs/inductor-slices.md has a program that shows the fault. With TORCH_ROPE_LOWERING=0 nothing is replaced.
+Functionalization writes the operand of an in-place operator as a view of its base. torch gets some of these wrong, and
+the operator then silently writes to another place in memory, or reads another. So parts of torch are replaced before it
+writes a graph with such an operator. docs/inductor-slices.md has a program that shows the faults. With
+TORCH_ROPE_LOWERING=0 nothing is replaced, and to compile such an operator is an error.
 """
 
 import functools
 import os
+import sys
 
 import torch
-from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from ._signatures import Signature, operators
+from ._signatures import operators
 
 
 @functools.cache
 def _replace_lowering_of_slices() -> None:
-    """Replaces what torch does with views whose storage offsets are not 0, in functionalization and in Inductor."""
+    """Replaces what torch does with slices, in functionalization and in Inductor."""
     from torch._higher_order_ops import auto_functionalize
     from torch._inductor import ir
     from torch._inductor.lowering import fallbacks, lowerings, register_lowering
     from torch._inductor.virtualized import V
+    from torch._prims_common import compute_required_storage_length
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    # torch clones the memory between the first and the last element. If Inductor computes a slice, that is not there.
+    def clone(x):
+        size = compute_required_storage_length(x.size(), x.stride(), x.storage_offset())
+        memory = torch.empty_strided((size,), (1,), dtype=x.dtype, device=x.device)
+        return memory.as_strided(x.size(), x.stride(), x.storage_offset()).copy_(x)
+
+    auto_functionalize.clone_preserve_strides = clone
 
     # A slice of a base that does not begin where its storage begins gets a start that counts from there: no elements of
     # x[1] are written if the operand is x[1][1:]. Without a slice, torch writes as_strided.
     if try_use_slice := getattr(auto_functionalize, "try_use_slice", None):
 
         def only_from_the_beginning(base, tensor):
-            offset = base.storage_offset()
-            return try_use_slice(base, tensor) if isinstance(offset, int) and offset == 0 else None
+            return try_use_slice(base, tensor) if statically_known_true(base.storage_offset() == 0) else None
 
         auto_functionalize.try_use_slice = only_from_the_beginning
 
@@ -62,33 +73,51 @@ def _replace_lowering_of_slices() -> None:
             return ir.TensorBox(ir.ReinterpretView(data=buffer, layout=layout))
 
 
-def _refuse_slices(signature: Signature, given: dict) -> None:
-    """Raises an error if torch's own lowering may write an operand to another place."""
-    from torch._higher_order_ops.auto_functionalize import get_base
+@functools.cache
+def _keep_copies() -> None:
+    """Stops Inductor from removing copies in graphs with an in-place operator of torch_rope. In place of x[1:].clone(),
+    x * 1 or torch.cat(x.split(2)) it passes on x, and forgets that x begins elsewhere in memory, or must not change."""
+    from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch._inductor.fx_utils import get_node_storage
 
-    for name in sorted(name for name in signature.written if given.get(name) is not None):
-        base, offset = get_base(given[name]), given[name].storage_offset()
-        if not isinstance(offset, int) or (base is not None and base.storage_offset() != 0):
-            raise RuntimeError(
-                f"rope.{signature.name}: {name} is a slice that torch's lowering may write elsewhere, but must not be one, "
-                "because TORCH_ROPE_LOWERING is 0; pass a contiguous clone, and copy it back into the slice"
-            )
+    functional = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
+    in_place = {signature.op for signature in operators() if signature.written}
+    same_meta, remove_no_ops = getattr(post_grad, "same_meta", None), getattr(joint_graph, "remove_no_ops", None)
+
+    def writes(graph):
+        return any(n.args[0] in in_place for f in functional for n in graph.find_nodes(op="call_function", target=f))
+
+    def is_no_copy(node, source):
+        is_view = get_node_storage(node) == get_node_storage(source)
+        return same_meta(node, source) and (is_view or not writes(node.graph))
+
+    post_grad.same_meta = is_no_copy
+    joint_graph.remove_no_ops = lambda gm, *args: None if writes(gm.graph) else remove_no_ops(gm, *args)
+    for entry in (e for p in post_grad.pass_patterns for entries in p.patterns.values() for e in entries):
+        if getattr(getattr(entry, "handler", None), "__name__", "") in (
+            "splitwithsizes_cat_replace",
+            "cat_splitwithsizes_replace",
+        ):
+            entry.extra_check = lambda match, check=entry.extra_check: not writes(match.nodes[0].graph) and check(match)
 
 
-def _watch_functionalization(signature: Signature) -> None:
-    """Replaces how slices are lowered when an operator is functionalized with a tensor that begins inside its storage."""
-
-    @signature.op.py_impl(FunctionalTensorMode)
-    def functionalize(mode, *args, **kwargs):
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if os.environ.get("TORCH_ROPE_LOWERING") == "0":
-            _refuse_slices(signature, signature.by_name(args) | kwargs)
-        elif any(not isinstance(offset, int) or offset for offset in map(Tensor.storage_offset, tensors)):
-            _replace_lowering_of_slices()
-        with mode:  # continues as if this function were not registered
-            return signature.op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
+def _trace(op: torch._ops.OpOverload, mode: FakeTensorMode | FunctionalTensorMode, *args, **kwargs) -> None:
+    """Replaces parts of torch before an operator is functionalized, or Inductor traces a program that was functionalized
+    in another process, and continues as if this function were not registered."""
+    functionalizes, replaces = type(mode) is FunctionalTensorMode, os.environ.get("TORCH_ROPE_LOWERING") != "0"
+    if functionalizes and not replaces:
+        raise RuntimeError(
+            f"{op._schema.name.replace('::', '.')}: TORCH_ROPE_LOWERING is 0 but must not be, because torch.compile may "
+            "then write to the wrong memory; unset it, or use the functional operator"
+        )
+    if replaces and (functionalizes or "torch._inductor.compile_fx" in sys.modules):
+        _replace_lowering_of_slices()
+        _keep_copies()
+    with mode:
+        op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 
 
 for _signature in operators():
     if _signature.written:
-        _watch_functionalization(_signature)
+        for _mode in (FakeTensorMode, FunctionalTensorMode):
+            _signature.op.py_impl(_mode)(functools.partial(_trace, _signature.op))

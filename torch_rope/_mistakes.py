@@ -121,6 +121,8 @@ def wrong_type(function: str, name: str, value: Any, must_be: str = "a tensor", 
             advice = f"pass offset={value} if the first token is at position {value}"
     elif isinstance(value, dict) and "inv_freq" in value:
         advice = "pass the angles of a module as **angles"
+    elif isinstance(value, torch.fx.Proxy):
+        advice = "torch.fx.symbolic_trace takes the functions: call torch_rope.rotate_qk with inv_freq=rope.inv_freq"
     elif not advice and must_be == "a tensor" and not isinstance(value, int | float | str | type | None):
         advice = "torch.as_tensor makes one of a list or an array"
     return TypeError(f"{function}: {name} is {shown(value)} but must be {must_be}" + (f"; {advice}" if advice else ""))

@@ -135,6 +135,19 @@ for _signature in operators():
         torch.library.register_vmap(add_op_namespace_prefix(_signature.name), functools.partial(_vmap, _signature))
 
 
+# ---- torch.autograd.graph.allow_mutation_on_saved_tensors, which expects a keyword that is written to be named out ----
+
+
+def _clone_what_is_saved(mode, op: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict) -> None:
+    call = lambda *args, out, **kwargs: op(*args, **kwargs)  # noqa: E731
+    call._schema = op._schema
+    mode.__torch_dispatch__(call, types, args, kwargs | {"out": kwargs.get("q_out", args[0])})
+
+
+if _mode := getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None):
+    torch.library.register_torch_dispatch(add_op_namespace_prefix("rotate_into_cache_"), _mode, _clone_what_is_saved)
+
+
 # ---- flops: 4 multiplications and 2 additions for a pair; the norm adds 4 for a channel ----
 
 

@@ -67,12 +67,13 @@ class Sources:
             return torch.empty(0, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns numbers, which nothing moves or casts, and a tensor, because torch.load moves it as it moves the tensors
-        of the model, or a device if it is fake."""
+        """Returns numbers, which nothing moves or casts, the device, and a tensor unless it is fake: torch.load moves it as
+        it moves the tensors of the model, and torch.compile leaves it out where it saves what a program depends on."""
         t = self._tensor()
-        device = t if type(t) is Tensor else t.device
+        device = t.device, t if type(t) is Tensor else None
         return {"exact": self.exact.tolist(), "max_position": self.max_position, "device": device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        device = getattr(state["device"], "device", state["device"])
+        device, t = state["device"]
+        device = t.device if isinstance(t, Tensor) else device
         self.__init__(undisturbed(float64, state["exact"]), state["max_position"], device)

@@ -151,6 +151,8 @@ class RotaryEmbedding(nn.Module):
             positions, offset: as in :func:`torch_rope.rotate_qk`. If q and k are DTensors and positions is a plain
                 tensor, it must hold the positions of all ranks.
         """
+        if type(q) is not Tensor and q is not MISSING:  # before a look at unknown, which may be a Proxy, too
+            check_tensor("torch_rope.RotaryEmbedding", "q", q)
         if unknown:
             raise unknown_argument("torch_rope.RotaryEmbedding", unknown, ["q", "k", "positions", "offset"])
         made, places = self._sources.made.get(getattr(q, "device", None)), self._buffers

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from cases import EXHAUSTIVE, SOURCES
+from cases import EXHAUSTIVE, SOURCES, python
 from programs import (
     COMPILING,
     DIM,
@@ -162,3 +162,50 @@ def test_an_aot_inductor_package_does_what_its_module_does(decomposed, device, t
     for b, s, offset in ((2, 6, 3), (5, 9, 0), (3, 2, 17)):
         inputs = packed_qkv(device, s, b), torch.tensor(offset)
         assert_same_layers(run(*inputs), module(*inputs))
+
+
+def test_torch_fx_traces_the_functions_as_calls_of_the_operators(device):
+    """It cannot trace the module, and the error says so."""
+    cos, sin = tables(device)
+    function = lambda q, k: torch_rope.rotate_qk(q, k, cos, sin, offset=3)  # noqa: E731
+    traced, inputs = torch.fx.symbolic_trace(function), split(packed_qkv(device, 6))[:2]
+    assert rope.rotate_qk.default in [node.target for node in traced.graph.nodes]
+    assert_same_bits(traced(*inputs), function(*inputs))
+    for module in (torch_rope.RotaryEmbedding(DIM), torch.nn.Sequential(torch_rope.RotaryEmbedding(DIM))):
+        with pytest.raises(TypeError, match="q is of type Proxy .* call torch_rope.rotate_qk with inv_freq"):
+            torch.fx.symbolic_trace(module)
+
+
+@pytest.mark.cpu
+@pytest.mark.exhaustive
+@torch._dynamo.config.patch(enable_aot_compile=True)
+def test_a_saved_function_with_a_module_loads(tmp_path):
+    """torch.compile saves what it guards on, and leaves out the tensors of other objects."""
+    rope, q = torch_rope.RotaryEmbedding(DIM), torch.randn(1, 6, HEADS, DIM)
+    function = lambda rope, q: rope(q, q)  # noqa: E731
+    with torch.no_grad():
+        path, saved = str(tmp_path / "saved"), torch.compile(function, fullgraph=True).aot_compile(((rope, q), {}))
+        saved.save_compiled_function(path)
+        with open(path, "rb") as file:
+            assert_same_bits(torch.compiler.load_compiled_function(file)(rope, q), rope(q, q))
+
+
+@pytest.mark.cpu
+@pytest.mark.exhaustive
+def test_a_program_that_another_process_functionalized_compiles_correctly(tmp_path):
+    class Module(torch.nn.Module):
+        def forward(self, x, cos, sin):
+            copy = x[1:].clone()
+            rope.rotate_(copy[..., 2:, :], cos, sin)
+            return copy
+
+    x, path = torch.randn(2, 6, HEADS, DIM), tmp_path / "saved.pt2"
+    torch.export.save(torch.export.export(Module(), (x, *tables("cpu"))).run_decompositions(), path)
+    torch.save((x, *tables("cpu")), tmp_path / "inputs")
+    program = f"""
+import torch, torch_rope
+module, inputs = torch.export.load({str(path)!r}).module(), torch.load({str(tmp_path / "inputs")!r})
+assert torch.equal(torch.compile(module)(*inputs), module(*inputs))
+"""
+    done = python(program)
+    assert not done.returncode, done.stderr
