@@ -90,5 +90,5 @@ def _watch_functionalization(signature: Signature) -> None:
 
 
 for _signature in operators():
-    if _signature.written:
+    if _signature.written and FunctionalTensorMode not in _signature.op.python_key_table:  # by an earlier import
         _watch_functionalization(_signature)
