@@ -185,10 +185,10 @@ void check_rotary_dim(const RotateCall& call, const Named& source, const char* u
 }
 
 // Checks the batch of a table or of positions.
-void check_batch(const RotateCall& call, const Named& t) {
+void check_batch(const RotateCall& call, const Named& t, const char* advice = "") {
   const c10::SymInt &own = size(*t, 0), &batch = batch_of(call.q());
   ROPE_CHECK_VALUE(own.sym_eq(1).sym_or(own.sym_eq(batch)), t.name, " has batch ", own, " but must have batch ", batch,
-                   ", as ", call.q_name(), " has, or batch 1");
+                   ", as ", call.q_name(), " has, or batch 1", advice);
 }
 
 // Ends the message for complex tables.
@@ -230,12 +230,12 @@ void check_tables(const RotateCall& call) {
 }
 
 // Checks positions or slots, which hold one number for each token. shapes: the shapes that are allowed. advice: ends
-// the message about a dtype or a number of dimensions.
-void check_tokens(const RotateCall& call, const Named& t, const char* shapes, const char* advice = "") {
+// the message about a dtype or a number of dimensions; of_seq ends that about a number of tokens.
+void check_tokens(const RotateCall& call, const Named& t, const char* shapes, const char* advice, const char* of_seq) {
   check_type(call, t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, t, "int32 or int64", advice);
   check_dims(call, t, 1, 2, shapes, advice);
   const c10::SymInt& seq = size(call.q(), -3);
-  check_shape(call, equal(size(*t, -1), seq), t, shapes, " with seq ", seq, ", as ", call.q_name(), " has");
+  check_shape(call, equal(size(*t, -1), seq), t, shapes, " with seq ", seq, ", as ", call.q_name(), " has", of_seq);
 }
 
 void check_norm(const RotateCall& call) {
@@ -311,7 +311,7 @@ void check_cache(const RotateCall& call) {
     return;
   }
   const Named slots{"slots", call.slots};
-  check_tokens(call, slots, "[seq] or [batch, seq]");
+  check_tokens(call, slots, "[seq] or [batch, seq]", "", "; give the slot -1 to a token without a cell");
   const c10::SymInt& own = slots->dim() == 2 ? size(*slots, 0) : kOne;
   check_shape(call, equal(own, batch), slots, "[batch, seq] with batch ", batch,
               ", as q has: each token needs its own slot");
@@ -414,12 +414,13 @@ void check(const RotateCall& call, bool writes) {
     const Named positions = given("positions", call.positions);
     const bool is_float = at::isFloatingType(positions->scalar_type()), is_deep = positions->dim() > 2;
     const bool is_v = is_float && is_deep && equal(size(*positions, -1), size(call.q(), -1));
-    check_tokens(call, positions, "[seq], [1, seq] or [batch, seq]",
-                 is_v       ? "; if it is v, leave it out, because v is not rotated"
-                 : is_deep  ? "; for several axes, make tables with axial_cos_sin"
-                 : is_float ? "; make tables of other positions with cos_sin"
-                            : "");
-    if (positions->dim() == 2) check_batch(call, positions);
+    const char* of_axes = "; for several axes, make tables with axial_cos_sin";
+    const char* advice = is_v       ? "; if it is v, leave it out, because v is not rotated"
+                         : is_deep  ? of_axes
+                         : is_float ? "; make tables of other positions with cos_sin"
+                                    : "";
+    check_tokens(call, positions, "[seq], [1, seq] or [batch, seq]", advice, "");
+    if (positions->dim() == 2) check_batch(call, positions, of_axes);
   }
   ROPE_CHECK_VALUE(std::isfinite(call.attention_factor), "attention_factor is ", call.attention_factor,
                    " but must be finite");

@@ -140,7 +140,7 @@ rotary_start=9 -> rotary_start is 9 but must be at most 8, because {q} has head_
 positions=ints(3, 1, S) -> positions has shape [3, 1, 6] but must have shape [seq], [1, seq] or [batch, seq]; for several
     axes, make tables with axial_cos_sin
 positions=ints(5) -> positions has shape [5] but must have shape [seq], [1, seq] or [batch, seq] with seq 6, as {q} has
-positions=ints(3, S) -> positions has batch 3 but must have batch 2, as {q} has, or batch 1
+positions=ints(3, S) -> positions has batch 3 but must have batch 2, as {q} has, or batch 1; for several axes, make tables
 attention_factor=torch.inf -> attention_factor is inf but must be finite
 
 [without a cache: ValueError]
@@ -227,7 +227,7 @@ v_cache=ones(B, 19, 1, D) -> v_cache has shape [2, 19, 1, 16] but must have the 
 k_cache=ones(1, 20, 1, D), v_cache=ones(1, 20, 1, D) -> k_cache has shape [1, 20, 1, 16] but must have at least 2 blocks,
     the batch of q: without slots, sequence b is written to block b
 slots=ints(1, B, S) -> slots has shape [1, 2, 6] but must have shape [seq] or [batch, seq]
-slots=ints(B, 5) -> slots has shape [2, 5] but must have shape [seq] or [batch, seq] with seq 6, as q has
+slots=ints(B, 5) -> slots has shape [2, 5] but must have shape [seq] or [batch, seq] with seq 6, as q has; give the slot -1
 slots=ints(S) -> slots has shape [6] but must have shape [batch, seq] with batch 2, as q has: each token needs its own
 
 [cache: TypeError]

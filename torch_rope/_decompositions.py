@@ -61,4 +61,5 @@ def _decompose_by_table(op: torch._ops.OpOverload) -> None:
 
 
 for _op in IN_PLACE:
-    _decompose_by_table(_op)
+    if torch._C.DispatchKey.CompositeImplicitAutograd not in _op.py_kernels:  # nor has an earlier import
+        _decompose_by_table(_op)

@@ -118,6 +118,6 @@ def _trace(op: torch._ops.OpOverload, mode: FakeTensorMode | FunctionalTensorMod
 
 
 for _signature in operators():
-    if _signature.written:
-        for _mode in (FakeTensorMode, FunctionalTensorMode):
+    for _mode in (FakeTensorMode, FunctionalTensorMode) if _signature.written else ():
+        if _mode not in _signature.op.python_key_table:  # nor has an earlier import registered it
             _signature.op.py_impl(_mode)(functools.partial(_trace, _signature.op))

@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_dynamo_compiling
 
 from ._signatures import Signature
@@ -64,6 +66,9 @@ _ADVICE = {
     "offset": "pass positions, which may be a tensor: positions=torch.arange(seq, device=q.device) + offset",
     "inv_freq": "torch_rope.inv_freq(rotary_dim, base) makes it, and Frequencies have it as their inv_freq",
     **dict.fromkeys(("q_norm_weight", "k_norm_weight"), "pass the weight of a norm"),
+    "attention_factor": "pass a float, or multiply cos and sin, or the rotated channels, by the tensor",
+    "norm_eps": "pass a float, or normalise q and k by torch's operators and call rotate_qk",
+    "base": "pass a float, or compute inv_freq of the tensor by torch's operators",
     **dict.fromkeys(("q_scale", "k_scale", "v_scale"), "the kernel reads it from a tensor on the device of q"),
     "interleaved": "True pairs channels 2i and 2i + 1 (GPT-J), False i and i + rotary_dim / 2 (NeoX, half-split)",
 }
@@ -126,6 +131,20 @@ def wrong_type(function: str, name: str, value: Any, must_be: str = "a tensor", 
     elif not advice and must_be == "a tensor" and not isinstance(value, int | float | str | type | None):
         advice = "torch.as_tensor makes one of a list or an array"
     return TypeError(f"{function}: {name} is {shown(value)} but must be {must_be}" + (f"; {advice}" if advice else ""))
+
+
+def is_learned(value: Any) -> bool:
+    """Returns whether a value is a tensor with a derivative, which is lost where only the number is read."""
+    return isinstance(value, Tensor) and (
+        value.requires_grad or is_functorch_wrapped_tensor(value) or unpack_dual(value).tangent is not None
+    )
+
+
+def wrong_number(function: str, name: str, value: Any, must_be: str) -> Exception:
+    """Returns the error of an argument that is no such number, or that is learned."""
+    if is_learned(value):
+        return wrong_type(function, name, value, must_be, _ADVICE.get(name, "pass a float"))
+    return ValueError(f"{function}: {name} is {value!r} but must be {must_be}")
 
 
 def check_tensor(function: str, name: str, t: Any, *dtypes: torch.dtype) -> None:

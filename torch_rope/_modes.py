@@ -2,8 +2,9 @@
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -17,24 +18,33 @@ def undisturbed(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
     PyTorch keeps its modes by thread, and a new thread has none: no default device, fake tensors, inference mode, autocast,
     no_grad, transform of torch.func, or mode for functions or operators. The current device and stream of CUDA are those
-    of the caller. The default dtype is that of the process, so the function must name its dtypes.
+    of the caller. The default dtype is that of the process, so the function must name its dtypes. When Python ends and starts
+    no thread any more, only the modes of gradients and autocast are put aside.
     """
     if torch.compiler.is_dynamo_compiling():  # it traces the function instead of calling it, and no thread
         return function(*args, **kwargs)
-    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    if lock is not None and lock._is_owned():
-        # PyTorch compiles a caller in this thread, with most modes put aside. Another thread that compiles would wait for it.
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            return function(*args, **kwargs)
+    result: Future = Future()
     # To ask for the stream starts CUDA, which a process that forks later must not have done.
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
-    def run() -> Any:
-        with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-            return function(*args, **kwargs)
+    def run() -> None:
+        try:
+            with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+                result.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            result.set_exception(error)
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    thread = threading.Thread(target=run)
+    # While PyTorch compiles a caller, with most modes put aside, another thread that compiles would wait for this one.
+    if not (sys.is_finalizing() or (lock is not None and lock._is_owned())):
+        with contextlib.suppress(RuntimeError):  # no thread starts any more
+            thread.start()
+    if thread.ident is None:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+    thread.join()
+    return result.result()
 
 
 def mode_of(t: Tensor) -> contextlib.AbstractContextManager:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._C._functorch import is_batchedtensor
+from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ._ops import add_op_namespace_prefix
 from ._ops import ops as _ops
@@ -126,13 +127,18 @@ def _refuse_nested(cls: type, op: torch._ops.OpOverload, types: tuple, args: tup
     return op._op_dk(DispatchKey.NestedTensorCPU, *args, **kwargs)
 
 
+# torch takes no rule twice. Those of an earlier import in this process, of modules that were taken out of sys.modules, stay.
 _library = torch.library.Library(_ops.name, "FRAGMENT")
 for _signature in operators():
-    torch.library.register_torch_dispatch(add_op_namespace_prefix(_signature.name), NestedTensor, _refuse_nested)
+    _full_name = add_op_namespace_prefix(_signature.name)
+    if find_torch_dispatch_rule(_signature.op, NestedTensor) is None:
+        torch.library.register_torch_dispatch(_full_name, NestedTensor, _refuse_nested)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(_full_name, "FuncTorchBatched"):
+        continue
     if "k_cache" in _signature.arguments:  # register_vmap takes no operator with tensors that are keyword-only
         _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
     else:
-        torch.library.register_vmap(add_op_namespace_prefix(_signature.name), functools.partial(_vmap, _signature))
+        torch.library.register_vmap(_full_name, functools.partial(_vmap, _signature))
 
 
 # ---- torch.autograd.graph.allow_mutation_on_saved_tensors, which expects a keyword that is written to be named out ----
@@ -169,7 +175,7 @@ def _flops(signature: Signature, *args, out_shape=None, **kwargs) -> int:
 
 
 for _signature in operators():
-    if _signature.rotated:
+    if _signature.rotated and _signature.op.overloadpacket not in flop_registry:
         register_flop_formula(_signature.op.overloadpacket)(functools.partial(_flops, _signature))
 
 

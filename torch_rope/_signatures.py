@@ -38,6 +38,7 @@ class Signature:
         self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         flags = [a for a in arguments if a.kwarg_only and self.types[a.name] != "Tensor"]
         self.flags, self.defaults = [a.name for a in flags], tuple(a.default_value for a in flags)
+        self.last_number = max((i for i, name in enumerate(self.flags) if self.types[name] == "float"), default=0)
         self.rotated = [name for name in ("x", "q", "k") if name in self.arguments]  # empty if it makes tables
 
     def by_name(self, args: Iterable) -> dict:

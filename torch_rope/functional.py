@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ._mistakes import always_called, mistake_in, named
+from ._mistakes import always_called, is_learned, mistake_in, named, wrong_number
 from ._signatures import operators
 from .frequencies.kinds import is_number, on_device, powers
 
@@ -43,12 +43,20 @@ def call(
     """
     operator = _OPERATORS[name]
     # type() is quicker than isinstance(). torch.compile shows an error that is raised here, but not what torch raises.
-    is_checked = unknown or (type(offset) is not int and isinstance(offset, Tensor)) or is_dynamo_compiling()
+    compiles = is_dynamo_compiling()
+    unusual = type(offset) is not int or type(flags[0]) is not float or type(flags[operator.last_number]) is not float
+    is_checked = compiles or unknown or (unusual and (isinstance(offset, Tensor) or any(map(is_learned, flags))))
     if is_checked and (mistake := mistake_in(operator, args, flags, unknown, tensors)) is not None:
         raise mistake
     try:
-        given = tensors or {}
-        if flags != (defaults := operator.defaults):
+        given, defaults = tensors or {}, operator.defaults
+        try:
+            usual = not compiles and flags == defaults
+        except TypeError:
+            compiles = True  # or exports
+        if compiles:  # torch cannot compare a flag that depends on a dynamic size
+            given |= zip(operator.flags, flags, strict=True)
+        elif not usual:
             i = 0
             for flag in flags:
                 if flag is not defaults[i] and flag != defaults[i] and (flag or defaults[i]):  # None is False
@@ -100,7 +108,7 @@ def inv_freq(
         must_be = "an even number that is at least 0 and below 2**63"
         raise ValueError(f"torch_rope.inv_freq: rotary_dim is {rotary_dim!r} but must be {must_be}")
     if not is_number(base) or not base > 0:
-        raise ValueError(f"torch_rope.inv_freq: base is {base!r} but must be a positive number")
+        raise wrong_number("torch_rope.inv_freq", "base", base, "a positive number")
     exact, device = powers(rotary_dim, base), torch.get_default_device() if device is None else device
     return on_device(exact, device) if dtype is None else exact.to(dtype=dtype).to(device)
 

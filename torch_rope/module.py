@@ -42,8 +42,8 @@ class RotaryEmbedding(nn.Module):
         device: the device on which the frequencies are made first. Default: PyTorch's default device.
 
     The frequencies follow from these arguments, so nothing loads, saves, casts or shards them. They are made where the
-    module or q is, and keep their address (for CUDA graphs). ``rope.inv_freq`` reads them, ``[rotary_dim / 2]``, float64
-    (or in two float32 parts); ``rope.cos`` and ``rope.sin`` read the tables, ``[max_position, rotary_dim / 2]``.
+    module or q is, and keep their address (for CUDA graphs). ``rope.inv_freq`` is a copy of them, ``[rotary_dim / 2]``,
+    float64 (or in two float32 parts); ``rope.cos`` and ``rope.sin`` copy the tables, ``[max_position, rotary_dim / 2]``.
 
     To rotate by other values, or to learn them, assign a tensor or a parameter to inv_freq, or to cos and sin. It is used
     as it is, for every kind; it moves with the module, but is not cast. To go back, assign None. A state_dict holds a
@@ -192,12 +192,14 @@ class RotaryEmbedding(nn.Module):
     ) -> dict[str, Any]:
         """Returns the angles of seq tokens, as keyword arguments of :func:`torch_rope.rotate_qk`.
 
-        rotate_qk with these arguments does what calling the module does. The other operators take them as well.
-        device is that of q. Default: that of positions, or of the module. While the module is on meta, where from_pretrained of
+        rotate_qk with these arguments does what calling the module does. The other operators take them as well. The tensors
+        are the module's own, so write to none. device is that of q. Default: that of positions, or of the module. While the module is on meta, where from_pretrained of
         transformers leaves it until its first call, it must be given, unless meta is PyTorch's default device.
         """
         if not isinstance(seq, int | torch.SymInt):
-            raise wrong_type("torch_rope.RotaryEmbedding", "seq", seq, "an integer", "call angles(seq, positions)")
+            of_trace = "torch.jit.trace makes a tensor of it: use torch.export, or fix the length by long or seq_len"
+            advice = of_trace if torch.jit.is_tracing() else "call angles(seq, positions)"
+            raise wrong_type("torch_rope.RotaryEmbedding", "seq", seq, "an integer", advice)
         if positions is not None:
             check_tensor("torch_rope.RotaryEmbedding", "positions", positions)
         assigned = self._assigned()
@@ -222,13 +224,13 @@ class RotaryEmbedding(nn.Module):
         return {name: getattr(self, name) for name in NAMES if places.get(name, 0) is not None}
 
     def __getattr__(self, name: str) -> Any:
-        """Returns cos, sin or inv_freq as the module makes it, if no tensor is assigned."""
+        """Returns a copy of cos, sin or inv_freq as the module makes it, if no tensor is assigned."""
         value = super().__getattr__(name)
         if value is not None or name not in NAMES:
             return value
         if (made := self._sources.get(name)) is None:
             raise AttributeError(f"torch_rope.RotaryEmbedding: a module without max_position has no table {name}")
-        return made
+        return made.clone()  # in place, a reader must not change what the module rotates by
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Takes only tensors as cos, sin and inv_freq, which has a frequency for each pair that the module rotates."""

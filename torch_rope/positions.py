@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.functional import pad
 
 from ._mistakes import check_tensor, named, whole
 
 
 @named
-def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | None = None) -> Tensor:
+def positions_from_cu_seqlens(
+    cu_seqlens: Tensor, total: int, offsets: Tensor | None = None, *, cp_rank: int = 0, cp_size: int = 1
+) -> Tensor:
     """Returns the positions of the tokens of packed sequences: those of each sequence begin at 0, or at its own offset.
 
     Args:
@@ -17,16 +20,19 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
         total: the number of tokens. Tokens past ``cu_seqlens[-1]`` are padding, and their positions count from 0.
         offsets: ``[sequences]``, int32 or int64: a number that is added to the positions of each sequence, such as the
             length of its KV cache. Default: 0 for each.
+        cp_rank, cp_size: the rank and the number of ranks of context parallelism as in Megatron-LM and Transformer Engine:
+            of the 2 * cp_size equal chunks of a sequence, a rank holds chunk cp_rank and chunk 2 * cp_size - 1 - cp_rank.
+            cu_seqlens are those of the whole batch, and total counts the tokens of the rank. Default: one rank holds all.
 
     Returns:
         ``[total]``, with the dtype and device of cu_seqlens, or int64 if there are offsets or total is at least 2**31. The
         host does not wait for the device.
 
     Raises:
-        ValueError: a shape does not fit, total is negative, or cu_seqlens on the CPU does not begin with 0, decreases, or
-            goes beyond total. Compiled and exported programs, and other devices, do not check these numbers: there, tokens
-            before the first sequence have positions that count from 0, and so has padding.
-        TypeError: cu_seqlens or offsets is not int32 or int64, or total is no integer.
+        ValueError: a shape does not fit, total is negative, there is no such rank, or cu_seqlens on the CPU does not begin
+            with 0, decreases, goes beyond total, or has unequal chunks. Compiled and exported programs, and other devices, do
+            not check these numbers: there, tokens before the first sequence have positions that count from 0, and so has padding.
+        TypeError: cu_seqlens or offsets is not int32 or int64, or another argument is no integer.
 
     Equivalent to (without padding)::
 
@@ -41,7 +47,9 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
     function = "torch_rope.positions_from_cu_seqlens"
     for name, t in (("cu_seqlens", cu_seqlens), *([("offsets", offsets)] if offsets is not None else ())):
         check_tensor(function, name, t, torch.int32, torch.int64)
-    total = whole(function, "total", total)
+    total, rank = whole(function, "total", total), whole(function, "cp_rank", cp_rank)
+    if rank >= (ranks := whole(function, "cp_size", cp_size, 1)):
+        raise ValueError(f"{function}: cp_rank is {rank} but must be below cp_size, which is {ranks}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         shape = list(cu_seqlens.shape)
         raise ValueError(f"{function}: cu_seqlens has shape {shape} but must have shape [sequences + 1]")
@@ -57,18 +65,23 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
                 f"{function}: cu_seqlens is {starts} but must begin with 0 and never decrease; pass lengths as "
                 "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), and a slice of cu_seqlens without its first number"
             )
-        if starts[-1] > total:
-            must_be = f"at least {starts[-1]}, the last number of cu_seqlens"
+        if ranks > 1 and any(start % (2 * ranks) for start in starts):
+            must_have = f"lengths that are multiples of 2 * cp_size, which is {2 * ranks}; pad each sequence"
+            raise ValueError(f"{function}: cu_seqlens is {starts} but must have {must_have}")
+        if starts[-1] // ranks > total:
+            must_be = f"at least {starts[-1] // ranks}, the last number of cu_seqlens{' / cp_size' * (ranks > 1)}"
             raise ValueError(f"{function}: total is {total} but must be {must_be}")
     if offsets is not None or _is_wide(total):  # then a position may be beyond int32, even if all offsets are not
         cu_seqlens = cu_seqlens.long()
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    chunks, cu_seqlens = cu_seqlens.diff() // (2 * ranks), cu_seqlens // ranks
     # How many sequences begin at or before the token. What is before the first and the padding count as sequences too.
     sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
-    starts = torch.nn.functional.pad(cu_seqlens, (1, 0))
-    if offsets is not None:
-        starts = starts - torch.nn.functional.pad(offsets.to(cu_seqlens), (1, 1))
-    return tokens - starts[sequence]
+    positions = tokens - pad(cu_seqlens, (1, 0))[sequence]
+    if ranks > 1:
+        chunk = pad(chunks, (1, 1))[sequence]
+        positions = positions + chunk * torch.where(positions < chunk, rank, 2 * ranks - 2 - rank).to(chunk)
+    return positions if offsets is None else positions + pad(offsets.to(cu_seqlens), (1, 1))[sequence]
 
 
 @named
@@ -112,7 +125,7 @@ def slots_of_window(positions: Tensor, window: int) -> Tensor:
         raise ValueError(f"{function}: window is {window} but must be {must_be}")
     if positions.dtype == torch.int32 and _is_wide(blocks * window):
         positions = positions.long()
-    newest = torch.nn.functional.pad(positions, (1, 0), value=-1).amax(-1, keepdim=True)  # -1 if there are no tokens
+    newest = pad(positions, (1, 0), value=-1).amax(-1, keepdim=True)  # -1 if there are no tokens
     slots = positions % window
     if positions.dim() == 2:
         block = torch.arange(blocks, dtype=positions.dtype, device=positions.device)

@@ -106,8 +106,9 @@ def exact(rotary):
 def tables(rotary, position_ids, dtype=torch.float32):
     """Returns what a rotary module makes for x of a dtype: cos and sin, or one complex table, for each layer type."""
     of_layers, found = getattr(rotary, "layer_types", None), []
+    x = torch.zeros((), dtype=dtype).expand(2**20, 2**20)  # a copy would need terabytes, but no number is read
     for layer_type in [{"layer_type": t} for t in of_layers] if of_layers else [{}]:
-        made = rotary(torch.zeros(1, dtype=dtype), position_ids, **layer_type)
+        made = rotary(x, position_ids, **layer_type)
         found += made if isinstance(made, tuple) else [torch.view_as_real(made)]
     return found
 

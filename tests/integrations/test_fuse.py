@@ -196,6 +196,7 @@ def test_roundings_are_tried_when_a_layer_first_needs_them(monkeypatch):
 
 
 ROTATED, DIFFERS = "    cos, sin = position_embeddings\n", "the results would differ"
+ARGUMENTS = "self, hidden_states, position_embeddings, attention_mask"
 V = "self.v_proj(hidden_states).view(hidden_shape)"
 # What stands in the place of a part of the forward, and why the layer is kept apart then.
 CHANGES = {
@@ -219,6 +220,11 @@ CHANGES = {
     ),
     "a store": (ROTATED, ROTATED + "    self.config = key_states\n", "its forward uses STORE_ATTR"),
     "a default": ("**kwargs:", "*, cap=abs, **kwargs:", "its forward has arguments of its own"),
+    "other arguments": (
+        "cache: Cache | None = None,",
+        "cache=None, more=None,",
+        f"its forward takes {ARGUMENTS}, cache, more but must take {ARGUMENTS}, past_key_values",
+    ),
     "a method": (ROTATED, ROTATED + "    key_states = self.view(key_states)\n", "its forward uses view"),
     "other cells": ("cache.update(key_states, value_states,", "cache.update(value_states, key_states,", DIFFERS),
     "another window": ("sliding_window=self.sliding_window,", "sliding_window=self.layer_idx,", DIFFERS),

@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +46,14 @@ def results(model, args):
         out = model(*args)
     out = getattr(out, "logits", out)
     return sum(name.startswith("rope::") for name in calls.names), out if isinstance(out, tuple) else (out,)
+
+
+def test_a_class_is_looked_at_once_for_all_its_modules():
+    model = make()
+    model.experts = nn.ModuleList(nn.ModuleList() for _ in range(500))
+    with mock.patch.object(inspect, "getattr_static", wraps=inspect.getattr_static) as looked:
+        transformers.patch(model)
+    assert looked.call_count < 100
 
 
 @pytest.mark.parametrize("library, make, arguments, rotations, lists", LIBRARIES.values(), ids=LIBRARIES)

@@ -64,17 +64,24 @@ def test_axial_has_all_frequencies_on_every_axis(device):
     assert multimodal.by_axis(FREQ, [0] * 8, 4).shape == (4, 8) and multimodal.axial(FREQ[:0], 3).shape == (3, 0)
 
 
-def test_positions_of_packed_sequences_begin_at_their_offsets(device):
-    for dtype, lengths in itertools.product(
+@pytest.mark.parametrize("rank, ranks", [(0, 1), (0, 2), (1, 2), (1, 3)])
+def test_positions_of_packed_sequences_begin_at_their_offsets(rank, ranks, device):
+    """A rank of context parallelism has two of the equal chunks of each sequence."""
+    for dtype, counts in itertools.product(
         [torch.int32, torch.int64], [[3], [1, 4, 2], [0, 3, 0, 0, 5, 0], [], [700, 1, 90]]
     ):
+        lengths = counts if ranks == 1 else [2 * ranks * n for n in counts]
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype).to(device)
         offsets = torch.randint(2**31 - 500, 2**31 + 500, (len(lengths),)).to(device)
         for more, starts in (({}, [0] * len(lengths)), ({"offsets": offsets}, offsets.tolist())):
             with Calls() as calls:
-                found = torch_rope.positions_from_cu_seqlens(cu_seqlens, sum(lengths) + 5, **more)
+                given = cu_seqlens, sum(lengths) // ranks + 5
+                found = torch_rope.positions_from_cu_seqlens(*given, **more, cp_rank=rank, cp_size=ranks)
             assert "aten::_local_scalar_dense" not in calls.names  # nothing waits for the device
-            expected = [p for n, o in zip(lengths, starts, strict=True) for p in range(o, o + n)]
+            expected = []
+            for n, o in zip(lengths, starts, strict=True):
+                chunks = [range(o + n * i // (2 * ranks), o + n * (i + 1) // (2 * ranks)) for i in range(2 * ranks)]
+                expected += [*chunks[rank], *chunks[-1 - rank]]
             assert found.tolist() == [*expected, *range(5)]  # the positions of padding begin at 0
             assert found.dtype == (torch.int64 if more else dtype) and found.device == cu_seqlens.device
 
@@ -86,6 +93,10 @@ def test_positions_and_slots_compile_for_any_size(device):
         cu_seqlens, rows = torch.tensor(cu).to(device), torch.arange(6 * cu[-1]).view(2, -1).to(device)
         assert torch.equal(positions(cu_seqlens, cu[-1]), functions[0](cu_seqlens, cu[-1]))
         assert torch.equal(slots(rows, 4), functions[1](rows, 4))
+        of_a_rank = {"cp_rank": 1, "cp_size": 3}
+        assert torch.equal(
+            positions(6 * cu_seqlens, 2 * cu[-1], **of_a_rank), functions[0](6 * cu_seqlens, 2 * cu[-1], **of_a_rank)
+        )
     # A compiled program does not look at the numbers. Tokens before the first sequence count from 0.
     assert positions(torch.tensor([2, 5, 9, 10]).to(device), 11).tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 0]
     assert torch.vmap(lambda cu: functions[0](cu, 3))(torch.tensor([[0, 1, 3]])).tolist() == [[0, 0, 1]]  # nor vmap

@@ -5,12 +5,14 @@ import copy
 import functools
 import io
 import pickle
+import re
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from cases import Calls, covering, default_dtype, name_of, needed
+from cases import Calls, covering, default_dtype, name_of, needed, python
 from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -224,6 +226,7 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "functions": CastingFunctions,
     "operators": CastingOperators,
+    "no new thread": lambda: mock.patch.object(threading.Thread, "start", side_effect=RuntimeError),  # Python ends
 }
 # What asks a module for its angles, or records that something does.
 CALLS = {
@@ -247,6 +250,16 @@ def first_called_in(mode, make, device, call="angles"):
     return rope
 
 
+def read_and_changed(make, device):
+    """What is read is a copy, so to assign None goes back."""
+    rope = make().to(device)
+    for name in ("cos", "sin", "inv_freq") if rope.max_position else ("inv_freq",):
+        getattr(rope, name).mul_(2)
+    rope.inv_freq *= 2
+    rope.inv_freq = None
+    return rope
+
+
 # What others do to a module, or around it. Each function gets a function that makes a module, and returns a module.
 FATES = {
     "half of a model": lambda make, device: torch.nn.Sequential(make(), torch.nn.Linear(2, 2)).to(device).half()[0],
@@ -256,6 +269,7 @@ FATES = {
     "meta, to": lambda make, device: made_in("default device", make, device).to(device),
     "meta, to_empty": lambda make, device: make(device="meta").bfloat16().to_empty(device=device),
     "checkpoint": of_a_checkpoint,
+    "read and changed": read_and_changed,
     **{f"made, {mode}": functools.partial(made_in, mode) for mode in MODES},
     **{f"first call, {mode}": functools.partial(first_called_in, mode) for mode in MODES},
     **{f"first call, {call}": functools.partial(first_called_in, None, call=call) for call in CALLS},
@@ -291,6 +305,26 @@ def test_in_a_mode_of_fake_tensors_frequencies_are_fake_and_do_not_stay(kind, ma
     assert isinstance(rope(q, k)[0], FakeTensor)
     for each in (rope, copy.deepcopy(rope), rope.to_empty(device="cpu")):
         assert all(map(torch.equal, each(*qk, offset=LONG), expected))
+
+
+AT_THE_END = """
+import atexit, pickle, threading, torch_rope
+make = torch_rope.RotaryEmbedding
+def use(when):
+    print(when, pickle.loads(pickle.dumps(make(8))).to("meta").to("cpu"))
+class Last:
+    def __del__(self, make=make): print("del", make(8))
+last = Last()
+atexit.register(use, "atexit")
+threading.Thread(target=lambda: threading.main_thread().join() or use("thread")).start()
+"""
+
+
+@pytest.mark.cpu
+@pytest.mark.exhaustive
+def test_modules_are_made_moved_and_loaded_until_python_ends():
+    done = python(AT_THE_END)
+    assert re.findall(r"^\w+", done.stdout, re.M) == ["thread", "atexit", "del"] and not done.stderr, done.stderr
 
 
 @pytest.mark.cpu

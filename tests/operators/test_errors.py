@@ -151,6 +151,27 @@ def test_tensors_that_no_back_end_takes_are_refused_by_name(op):
                 getattr(rope, op)(**given)
 
 
+LEARNED = {  # what gives a number a derivative
+    "requires_grad": lambda f, number: f(number.requires_grad_()),
+    "forward mode": lambda f, number: torch.func.jvp(f, (number,), (number,)),
+    "vmap": lambda f, number: torch.vmap(f)(number[None]),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("learn", LEARNED)
+@pytest.mark.parametrize("op", [op for op in OPERATORS if not op.startswith("_")])
+def test_a_function_reads_a_number_in_a_tensor_unless_it_is_learned(op, learn):
+    """The functions leave a default out, but not one that is learned."""
+    function, given = getattr(torch_rope, op), call_of(op, "cpu")
+    for a in (a for a in schema_of(op).arguments if str(a.type) == "float"):
+        for number in torch.tensor([a.default_value, 0.5], dtype=torch.float64):
+            call = lambda number, name=a.name: function(**given | {name: number})  # noqa: E731
+            call(number)
+            with pytest.raises(TypeError, match=f"rope.{op}: {a.name} is of .* but must be a number; pass a float, or"):
+                LEARNED[learn](call, number)
+
+
 # ---- overlapping memory ----
 
 

@@ -182,6 +182,18 @@ def test_a_number_of_tokens_that_is_data_compiles_once(device):
     assert counter.frame_count == 1
 
 
+class LongInverse(torch.nn.Module):
+    def forward(self, q, k):
+        return torch_rope.rotate_qk(q, k, *tables(q.device), inverse=q.shape[1] > 4)
+
+
+@pytest.mark.shared
+def test_a_flag_may_depend_on_a_dynamic_size(device):
+    exported = torch.export.export(LongInverse(), tuple(qk(device)), dynamic_shapes=[{1: torch.export.Dim.DYNAMIC}] * 2)
+    for program, seq in ((exported.module(), 6), *((counted(LongInverse(), dynamic=True)[0], seq) for seq in (6, 4))):
+        assert_same_call(LongInverse(), program, *qk(device, seq))
+
+
 # ---- modes and errors ----
 
 

@@ -51,6 +51,7 @@ torch_rope.positions_from_cu_seqlens(None, 6) -> cu_seqlens is None but must be 
 positions_of([0, 5], 6.0) -> total is 6.0 but must be an integer
 rotate(q, cos, sin, interleaved=ints) -> rope.rotate: interleaved is of type Tensor but must be True or False
 rope.angles(ints) -> torch_rope.RotaryEmbedding: seq is of type Tensor but must be an integer; call angles(seq,
+torch.jit.trace(rope_of("dynamic"), (q, k)) -> seq is of type Tensor but must be an integer; torch.jit.trace makes a
 norm_rotate_qk(q, k, freq, freq, cos, sin, eps=1e-5) -> rope.norm_rotate_qk: eps is not ... here is norm_eps
 norm_rotate_qk(q, k, freq, freq, cos, sin, norm_eps=None) -> norm_eps is None but must be a number
 rotate_qk(q, k, inv_freq=freq, interleaved="gptj") -> interleaved is 'gptj' but must be True or False; True pairs
@@ -66,6 +67,11 @@ transformers.patch({"model_type": "llama"}) -> model is of type dict but must be
 diffusers.patch("name") -> model is 'name' but must be a loaded model, such as FluxTransformer2DModel
 timm.patch(None) -> model is None but must be a loaded model, such as timm.create_model
 diffusers.patch(linear, fuse="yes") -> fuse is 'yes' but must be True or False
+rotate(q, cos, sin, attention_factor=learned) -> attention_factor is of type Parameter but must be a number; pass a float, or
+setattr(rope, "attention_factor", learned) or rope(q, k) -> rope.rotate_qk: attention_factor is of type Parameter but must be
+inv_freq(64, learned) -> base is of type Parameter but must be a positive number; pass a float, or compute inv_freq
+RotaryEmbedding(64, learned) -> torch_rope.frequencies.default: base is of type Parameter but must be a positive number
+kind("yarn", factor=learned) -> factor is of type Parameter but must be a number that is at least 1; pass a float
 """,
     ValueError: """
 rotate_qk_(q, k, cos, sin, rotary_start=-(2**63) - 1) -> rope.rotate_qk_: rotary_start is -9223372036854775809 but must
@@ -80,6 +86,9 @@ inv_freq(64, "10000") -> torch_rope.inv_freq: base is '10000' but must be a posi
 positions_of([3, 5, 2]) -> cu_seqlens is [3, 5, 2] but must begin with 0 ... pass lengths as
 positions_of([0, 5, 3]) -> cu_seqlens is [0, 5, 3] but must begin with 0 and never decrease
 positions_of([0, 5, 10]) -> total is 9 but must be at least 10, the last number of cu_seqlens
+positions_of([0, 4, 6], cp_size=2) -> cu_seqlens is [0, 4, 6] but must have lengths that are multiples of 2 * cp_size, which is 4
+positions_of([0, 4], 1, cp_size=2) -> total is 1 but must be at least 2, the last number of cu_seqlens / cp_size
+positions_of([0, 4], cp_rank=2, cp_size=2) -> cp_rank is 2 but must be below cp_size, which is 2
 positions_of([[0, 5]]) -> cu_seqlens has shape [1, 2] but must have shape [sequences + 1]
 positions_of([0, 3], 3, torch.zeros(3).long()) -> offsets has shape [3] but must have shape [1], one offset for
 slots_of_window(ints.view(1, 1, 3), 4) -> positions has shape [1, 1, 3] but must have shape [seq] or
@@ -135,14 +144,17 @@ def run(usage: str, wrapped=lambda function: function):
     """Runs a usage, as a function that `wrapped` may compile. It may use the names below, and those of this module."""
     rope, freq, ints = torch_rope.RotaryEmbedding(16), torch.ones(8), torch.arange(3)
     cos, sin = torch_rope.cos_sin(ints, freq)
-    q, k = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16)
+    q, k, learned = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16), nn.Parameter(torch.ones(()))
 
-    def positions_of(cu_seqlens, total=9, *offsets):
-        return torch_rope.positions_from_cu_seqlens(torch.tensor(cu_seqlens), total, *offsets)
+    def positions_of(cu_seqlens, total=9, *offsets, **rank):
+        return torch_rope.positions_from_cu_seqlens(torch.tensor(cu_seqlens), total, *offsets, **rank)
 
     def kind(name, **changes):
         function = getattr(torch_rope.frequencies, name)
         return function(**{n: v for n, v in (GOOD | changes).items() if n in inspect.signature(function).parameters})
+
+    def rope_of(kind):
+        return torch_rope.RotaryEmbedding(16, kind=kind, factor=2.0, original_max_position=9)
 
     linear = nn.Linear(2, 2)
     of_diffusers, of_transformers = (

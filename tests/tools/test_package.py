@@ -70,6 +70,10 @@ def test_setup_and_import_say_in_one_line_why_they_cannot_work_and_setup_packs_e
     programs += ["torch.__version__ = '2.9.1'; import torch_rope"]
     programs += [f"torch.__version__ = '{RELEASE}.99+cu130'; import torch_rope; assert 'torch_rope._C' in sys.modules"]
     programs[-1] += "; assert not sysconfig.get_config_var('Py_GIL_DISABLED') or not sys._is_gil_enabled()"
+    # A second import in one process works, also after one that was interrupted.
+    again = "[sys.modules.pop(name) for name in [*sys.modules] if 'torch_rope' in name]; import torch_rope"
+    interrupted = "sys.modules['torch_rope._decompositions'] = None\ntry: import torch_rope\nexcept ImportError: "
+    programs += [f"{first}{again}" for first in ("import torch_rope; ", interrupted)]
     done = python(f"""
 import logging; logging.disable()  # a torch with CUDA logs that there is no GPU
 import os, pathlib, platform, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
@@ -99,13 +103,13 @@ for i, program in enumerate({programs}):
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]))
 """)
-    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0"] * len([*PACKS, *ARCHITECTURES]) + ["1", "0"], (
+    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0"] * len([*PACKS, *ARCHITECTURES]) + ["1"] + ["0"] * 3, (
         done.stdout + done.stderr
     )
     printed = [(tmp_path / str(i)).read_text().strip() for i in range(len(programs))]
     for message, line in zip(REFUSED.values(), printed, strict=False):
         assert re.search(message, line) and "\n" not in line, line
-    assert printed[-2].startswith(f"torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
+    assert printed[-4].startswith(f"torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
     for requirement in PACKS.values():
         information = (tmp_path / requirement / "torch_rope.egg-info/PKG-INFO").read_text()
         assert f"Requires-Dist: {requirement}\n" in information
@@ -135,8 +139,8 @@ def test_no_target_of_the_makefile_compiles_what_is_compiled():
 
 
 # A compiled program does not look at the numbers of cu_seqlens. torch.compile traces no threads, which the class of a
-# config needs, and no functools.cache that is made in a function, which the search of a model needs.
-NOT_TRACED = re.compile(r"positions_of\(\[\d, \d, \d+\]\)|from_config\(\{|patch\((linear|of_\w+)\)")
+# config needs, no functools.cache that is made in a function, which the search of a model needs, and no torch.jit.
+NOT_TRACED = re.compile(r"positions_of\(\[\d, \d, \d+\]|\d, cp_size|jit|from_config\(\{|patch\((linear|of_\w+)\)")
 
 
 @pytest.mark.parametrize("usage, message, error", errors.CASES)

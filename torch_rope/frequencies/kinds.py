@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._mistakes import named
+from .._mistakes import is_learned, named, wrong_number
 
 
 class Frequencies(NamedTuple):
@@ -51,16 +51,16 @@ def is_rounded(theirs: Tensor, ours: Tensor) -> bool:
 
 
 def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> None:
-    """Raises ValueError about the argument `name` of `function` unless its value is good."""
+    """Raises ValueError, or TypeError if it is learned, about the argument `name` of `function` unless its value is good."""
     if not good:
-        raise ValueError(f"torch_rope.frequencies.{function}: {name} is {value!r} but must be {must_be}")
+        raise wrong_number(f"torch_rope.frequencies.{function}", name, value, must_be)
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a real number, or a tensor of one, and not a truth value or a text."""
+    """Returns whether a value is a real number, or a tensor of one that is not learned, and no truth value or text."""
     if isinstance(value, int):
         return not isinstance(value, bool) and value.bit_length() < 1024  # float64 has no larger ones
-    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not is_learned(value))
 
 
 def _require_numbers(function: str, good: Callable[[Any], bool], must_be: str, **arguments: Any) -> None:

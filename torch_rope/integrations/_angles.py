@@ -117,8 +117,9 @@ class _Twin:
         self.marks = _marks(self.followed)
 
 
-def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
-    """Returns a forward for a module, and for its deepcopies, that computes exact angles by their twins, and a text."""
+def _exact(module: nn.Module, make: Callable, unread: str = "") -> tuple[Callable | None, str]:
+    """Returns a forward for a module, and for its deepcopies, that computes exact angles by their twins, and a text.
+    unread: the name of the first argument if a forward reads none of its numbers, which are many."""
     twins: dict[int, _Twin] = {}
 
     @torch.compiler.assume_constant_result  # the constant is a key, because a twin cannot be a constant
@@ -144,6 +145,8 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
         with torch.autocast(twin.device.type, enabled=False):  # for the dtypes, and for what it changes in the module
             dtypes = iter([t.dtype for t in _tensors(own(self, *args, **kwargs))])
         args, kwargs = tree_map_only(torch.device, lambda _: twin.there, (args, kwargs))
+        x = kwargs.get(unread, *args[:1]) if unread else None
+        args, kwargs = tree_map_only(Tensor, lambda t: t[:0] if t is x else t, (args, kwargs))
         args, kwargs = tree_map_only(Tensor, lambda t: t.to(twin.there, _WIDER.get(t.dtype, t.dtype)), (args, kwargs))
         with _InFloat64(), torch.autocast(twin.there.type, enabled=False):
             tables = own(twin.exact, *args, **kwargs)
@@ -190,7 +193,7 @@ def of_transformers(module: nn.Module) -> tuple[Callable | None, str]:
     if [*inspect.signature(type(module).forward).parameters][1:3] != ["x", "position_ids"]:
         is_rotary = re.search("rope|rotary", type(module).__name__, re.I)
         return None, "left as it is, because it does not take x and position_ids" if is_rotary else ""
-    return _exact(module, _new_and_grown)
+    return _exact(module, _new_and_grown, "x")
 
 
 def _new_and_grown(module: nn.Module) -> nn.Module:

@@ -170,13 +170,15 @@ class _Search:
         self.ours = {(r.module, r.attribute) for r in ours} | {(r.now, "__call__") for r in ours}
         self._known: dict[Callable, Callable] = {}
         self._class = functools.cache(_processor_class)  # torch.compile compiles once for all processors of one class
+        # A model may have many thousand modules, of few classes.
+        self._methods_of, self._may_process = functools.cache(self._methods_of), functools.cache(_may_process)
 
     def of(self, model: nn.Module) -> Iterator[Replaced]:
         for path, module in model.named_modules():
             for name, function, calls in self._methods_that_rotate(module, module, path):
                 yield Replaced.method(path, module, name, function, calls)
             for attribute, old in [*vars(module).items(), *module._modules.items()]:
-                new = _is_processor(old) and (module, attribute) not in self.ours
+                new = self._may_process(type(old)) and hasattr(old, "__dict__") and (module, attribute) not in self.ours
                 if new and (found := [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]):
                     now = object.__new__(self._class(type(old), tuple((name, function) for name, function, _ in found)))
                     vars(now).update(vars(old))
@@ -255,10 +257,10 @@ class _Search:
             return new
 
 
-def _is_processor(value: Any) -> bool:
-    """Returns whether a value is an object that a module calls, with a method __call__ of its own class."""
-    call = inspect.getattr_static(type(value), "__call__", None)
-    return isinstance(call, types.FunctionType) and call is not nn.Module.__call__ and hasattr(value, "__dict__")
+def _may_process(cls: type) -> bool:
+    """Returns whether the objects of a class may be processors, which modules call, with a method __call__ of their own."""
+    call = inspect.getattr_static(cls, "__call__", None)
+    return isinstance(call, types.FunctionType) and call is not nn.Module.__call__
 
 
 # ---- what patch returns ----

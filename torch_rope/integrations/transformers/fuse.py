@@ -58,8 +58,8 @@ def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
 
 
 def _name_of_cache(function: Callable) -> str:
-    """Returns the name of the argument after those of ARGUMENTS, or an empty text."""
-    return "".join(function.__code__.co_varnames[len(ARGUMENTS) : function.__code__.co_argcount])
+    """Returns the name of the argument after those of ARGUMENTS, or of all that follow, or an empty text."""
+    return ", ".join(function.__code__.co_varnames[len(ARGUMENTS) : function.__code__.co_argcount])
 
 
 def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, norm: Norm | None, caches) -> Callable:
