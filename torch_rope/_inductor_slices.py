@@ -38,11 +38,9 @@ def _replace_lowering_of_slices() -> None:
     # A slice of a base that does not begin where its storage begins gets a start that counts from there: no elements of
     # x[1] are written if the operand is x[1][1:]. Without a slice, torch writes as_strided.
     if try_use_slice := getattr(auto_functionalize, "try_use_slice", None):
-
-        def only_from_the_beginning(base, tensor):
-            return try_use_slice(base, tensor) if statically_known_true(base.storage_offset() == 0) else None
-
-        auto_functionalize.try_use_slice = only_from_the_beginning
+        auto_functionalize.try_use_slice = lambda base, tensor: (
+            try_use_slice(base, tensor) if statically_known_true(base.storage_offset() == 0) else None
+        )
 
     def expression(offset: int | torch.SymInt):
         return offset.node.expr if isinstance(offset, torch.SymInt) else int(offset)
@@ -94,10 +92,8 @@ def _keep_copies() -> None:
     post_grad.same_meta = is_no_copy
     joint_graph.remove_no_ops = lambda gm, *args: None if writes(gm.graph) else remove_no_ops(gm, *args)
     for entry in (e for p in post_grad.pass_patterns for entries in p.patterns.values() for e in entries):
-        if getattr(getattr(entry, "handler", None), "__name__", "") in (
-            "splitwithsizes_cat_replace",
-            "cat_splitwithsizes_replace",
-        ):
+        handler = getattr(getattr(entry, "handler", None), "__name__", "")
+        if handler in ("splitwithsizes_cat_replace", "cat_splitwithsizes_replace"):
             entry.extra_check = lambda match, check=entry.extra_check: not writes(match.nodes[0].graph) and check(match)
 
 

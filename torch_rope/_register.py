@@ -10,7 +10,7 @@ from torch._C import DispatchKey
 from torch._C._functorch import is_batchedtensor
 from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
 from ._ops import add_op_namespace_prefix
 from ._ops import ops as _ops
@@ -127,31 +127,12 @@ def _refuse_nested(cls: type, op: torch._ops.OpOverload, types: tuple, args: tup
     return op._op_dk(DispatchKey.NestedTensorCPU, *args, **kwargs)
 
 
-# torch takes no rule twice. Those of an earlier import in this process, of modules that were taken out of sys.modules, stay.
-_library = torch.library.Library(_ops.name, "FRAGMENT")
-for _signature in operators():
-    _full_name = add_op_namespace_prefix(_signature.name)
-    if find_torch_dispatch_rule(_signature.op, NestedTensor) is None:
-        torch.library.register_torch_dispatch(_full_name, NestedTensor, _refuse_nested)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(_full_name, "FuncTorchBatched"):
-        continue
-    if "k_cache" in _signature.arguments:  # register_vmap takes no operator with tensors that are keyword-only
-        _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
-    else:
-        torch.library.register_vmap(_full_name, functools.partial(_vmap, _signature))
-
-
-# ---- torch.autograd.graph.allow_mutation_on_saved_tensors, which expects a keyword that is written to be named out ----
-
-
 def _clone_what_is_saved(mode, op: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict) -> None:
+    """Calls the mode of torch.autograd.graph.allow_mutation_on_saved_tensors, which takes a keyword that is written for
+    one that is named out."""
     call = lambda *args, out, **kwargs: op(*args, **kwargs)  # noqa: E731
     call._schema = op._schema
     mode.__torch_dispatch__(call, types, args, kwargs | {"out": kwargs.get("q_out", args[0])})
-
-
-if _mode := getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None):
-    torch.library.register_torch_dispatch(add_op_namespace_prefix("rotate_into_cache_"), _mode, _clone_what_is_saved)
 
 
 # ---- flops: 4 multiplications and 2 additions for a pair; the norm adds 4 for a channel ----
@@ -174,9 +155,22 @@ def _flops(signature: Signature, *args, out_shape=None, **kwargs) -> int:
     return sum(torch.Size(x[:-1]).numel() * (rotated * rotary_dim + channel * x[-1]) for x in xs)
 
 
+# torch takes no rule twice, and keeps those of an earlier import whose modules were taken out of sys.modules.
+_library = torch.library.Library(_ops.name, "FRAGMENT")
 for _signature in operators():
-    if _signature.rotated and _signature.op.overloadpacket not in flop_registry:
+    _name = add_op_namespace_prefix(_signature.name)
+    if find_torch_dispatch_rule(_signature.op, NestedTensor) is not None:
+        continue
+    torch.library.register_torch_dispatch(_name, NestedTensor, _refuse_nested)
+    if _signature.rotated:
         register_flop_formula(_signature.op.overloadpacket)(functools.partial(_flops, _signature))
+    if "k_cache" not in _signature.arguments:
+        torch.library.register_vmap(_name, functools.partial(_vmap, _signature))
+        continue
+    # register_vmap takes no operator with tensors that are keyword-only.
+    _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
+    if _mode := getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None):
+        torch.library.register_torch_dispatch(_name, _mode, _clone_what_is_saved)
 
 
 # ---- DTensor, which takes long to import: if that comes after torch_rope, a program imports torch_rope.parallel too ----

@@ -178,15 +178,8 @@ def axial_cos_sin(
 
     Equivalent to :func:`torch_rope.reference.axial_cos_sin`.
 
-    Examples of inv_freq, which the functions of :mod:`torch_rope.multimodal` make:
-
-    - Qwen2-VL has sections of 16, 24 and 24 pairs for time, height and width. inv_freq is ``[3, 64]``: ``inv_freq[0]``
-      holds the frequencies of pairs 0 to 15, ``inv_freq[1]`` those of pairs 16 to 39, ``inv_freq[2]`` those of pairs 40
-      to 63, and all other elements are 0. positions is ``[3, batch, seq]``.
-    - A vision transformer has patches with a vertical and a horizontal position. inv_freq is ``[2, rotary_dim / 2]``:
-      the first half of ``inv_freq[0]`` and the second half of ``inv_freq[1]`` hold frequencies, and the other halves
-      are 0. positions is ``[2, patches]``.
-    - RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis for every pair, for instance learned ones.
+    The functions of :mod:`torch_rope.multimodal` make inv_freq, as for Qwen2-VL, which has sections of 16, 24 and 24 pairs
+    for time, height and width. RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis for every pair.
 
     Example::
 
@@ -299,13 +292,8 @@ def rotate_(
     The arguments are those of :func:`rotate`. x may be a slice of a packed tensor. Its elements must not share memory
     with each other or with another argument.
 
-    Returns:
-        None.
-
-    Raises:
-        ValueError: as :func:`rotate` does, or if memory that is written is shared.
-        TypeError, IndexError: as :func:`rotate` does.
-        RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
+    Raises the errors of :func:`rotate`; ValueError, too, if memory that is written is shared; and RuntimeError if grad
+    mode is on and an argument requires grad, because the function has no gradient.
 
     Equivalent to ``x.copy_(rotate(x, ...))``.
 
@@ -385,16 +373,8 @@ def rotate_qk_(
 ) -> None:
     """Rotates q and k in place: writes to them what :func:`rotate_qk` returns.
 
-    The arguments are those of :func:`rotate_qk`. q and k may be slices of one packed qkv tensor. Their elements must
-    not share memory with each other or with another argument.
-
-    Returns:
-        None.
-
-    Raises:
-        ValueError: as :func:`rotate` does, or if memory that is written is shared.
-        TypeError, IndexError: as :func:`rotate` does.
-        RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
+    The arguments are those of :func:`rotate_qk`, and the errors those of :func:`rotate_`. q and k may be slices of one
+    packed qkv tensor. Their elements must not share memory with each other or with another argument.
 
     Equivalent to ``rotate_(q, ...); rotate_(k, ...)``, bit for bit.
 
@@ -456,10 +436,6 @@ def norm_rotate_qk(
     Differentiable in q, k and both weights, but not in cos, sin and inv_freq: to any order, in forward mode, and under
     torch.func. The first derivatives, too, are computed in one pass. The gradients of the weights are summed in an
     order that does not depend on the number of threads.
-
-    There is no v here. A model that normalises v without a weight (Gemma 4) does so in training with
-    ``torch.nn.functional.rms_norm(v, (v_dim,), eps=norm_eps)``, which has gradients; :func:`rotate_into_cache_` does it
-    with norm_v.
 
     Equivalent to :func:`torch_rope.reference.norm_rotate_qk`.
 
@@ -554,9 +530,6 @@ def rotate_into_cache_(
         norm_v: RMS-normalise each head of v over its v_dim channels, with norm_eps and without a weight (Gemma 4).
         attention_factor, interleaved, rotary_start: as in :func:`rotate`.
         eager_rounding: as in :func:`rotate`. It must be False with norm weights and with norm_v.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: a shape, a device, attention_factor or norm_eps does not fit; there is not exactly one angle source;

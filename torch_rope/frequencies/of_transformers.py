@@ -4,14 +4,11 @@ A name in a config says little, because models read the same entry in different 
 model, such as LlamaRotaryEmbedding, reads the whole config as the model does. So torch_rope makes it, and compares.
 """
 
-import contextlib
 import copy
 import importlib.util
 import inspect
-import logging
 import re
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +16,6 @@ from .._modes import undisturbed
 from .kinds import Frequencies
 
 INSTEAD = "pass head_dim, base, interleaved, kind and its parameters (frequencies.KINDS) to RotaryEmbedding instead"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Drops what transformers logs in this thread."""
-    thread = threading.get_ident()
-    with contextlib.ExitStack() as stack:
-        for handler in logging.getLogger("transformers").handlers:
-            handler.addFilter(of_others := lambda record: record.thread != thread)
-            stack.callback(handler.removeFilter, of_others)
-        yield
 
 
 def _refused(error: Exception) -> ValueError:
@@ -72,8 +58,7 @@ def made(config: Any) -> Any:
         for each in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
             each.setdefault("rope_theta", None)
     try:
-        with _quiet():
-            return cls(**getattr(cls, "_decode_special_floats", dict)(entries))  # such as infinity, which JSON lacks
+        return cls(**getattr(cls, "_decode_special_floats", dict)(entries))  # such as infinity, which JSON lacks
     except Exception as error:
         raise _refused(error) from error
 
@@ -121,13 +106,12 @@ def _read(cls: type, config: Any, label: str | None) -> list[Frequencies]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     prefix, by_type = (f"{label}_", {"layer_type": label}) if label else ("", {})
-    with _quiet():
-        module = cls(config)
-        if not hasattr(module, f"{prefix}inv_freq"):
-            return []
-        found = [(getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling", 1.0))]
-        rope = config.rope_parameters[label] if label else config.rope_parameters
-        if rope.get("rope_type") == "longrope":  # the class computes the others where it first meets a long sequence
-            seq_len = rope["original_max_position_embeddings"] + 1
-            found.append(ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=seq_len, **by_type))
+    module = cls(config)
+    if not hasattr(module, f"{prefix}inv_freq"):
+        return []
+    found = [(getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling", 1.0))]
+    rope = config.rope_parameters[label] if label else config.rope_parameters
+    if rope.get("rope_type") == "longrope":  # the class computes the others where it first meets a long sequence
+        seq_len = rope["original_max_position_embeddings"] + 1
+        found.append(ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=seq_len, **by_type))
     return [Frequencies(inv_freq.double(), float(factor)) for inv_freq, factor in found]
