@@ -184,6 +184,12 @@ lint: .venv/lint ## checks the style of all code (5 s)
 	$(PIP) --no-deps accelerate comfy-kitchen peft psutil timm "torchtitan==0.3.0; python_version >= '3.11'"
 	touch $@
 
+# coremltools, executorch and openvino depend on much that the conversion of a program does not use.
+.venv/package: pyproject.toml | .venv/built
+	@$(call timed,installation of the packages for package,1 minute,$(PIP) --group package)
+	$(PIP) --no-deps coremltools executorch openvino
+	touch $@
+
 .venv/lint: | .venv/torch
 	$(PIP) ruff==0.17.5 clang-format==23.1.5
 	touch $@

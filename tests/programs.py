@@ -137,3 +137,28 @@ def compiled(function, device, backend="inductor", **options):
     if device == "mps" and backend == "inductor":
         backend = "aot_eager"
     return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+class Everything(torch.nn.Module):
+    """Calls every operator, with the same angles and other flags. Some slots are of pads."""
+
+    def __init__(self, quantised=True):
+        """quantised: whether some results are int8, which not every compiler has."""
+        super().__init__()
+        self.quantised = quantised
+
+    def forward(self, q, slots, angles):
+        *rotated, weight = q * 1, q * 2, q * 3, q * 4, torch.arange(DIM) + 0.5
+        rope.rotate_(rotated[0], **angles, rotary_start=3)
+        rope.rotate_qk_(*rotated[1:3], **angles, interleaved=True, attention_factor=1.3)
+        dtype, scale, q_scale = (torch.int8, weight[:1], weight[:1] / 40) if self.quantised else (q.dtype, None, None)
+        caches = [torch.zeros(4, LENGTH, *q.shape[2:], dtype=dtype) for dtype in (q.dtype, dtype)]
+        options = angles | {"slots": slots, "v_scale": scale}
+        rope.rotate_into_cache_(rotated[3], q, q, *caches, **options, norm_v=True)
+        q_out = torch.zeros_like(q, dtype=dtype)
+        rope.rotate_into_cache_(q * 5, q, q, *caches, **options, q_out=q_out, q_scale=q_scale)
+        caches.append(q_out)
+        rotated += rope.norm_rotate_qk(q, -q, *[weight.expand(HEADS, -1)] * 2, **angles)
+        rotated += rope.rotate(q, **angles, eager_rounding=True), *rope.rotate_qk(q, -q, **angles, inverse=True)
+        tables = rope.cos_sin(slots, weight), rope.axial_cos_sin(torch.stack([slots, slots]), weight.view(2, -1))
+        return rotated, caches, tables

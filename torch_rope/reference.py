@@ -51,13 +51,15 @@ def rotate(
     s = -s if inverse else s
     start, end = rotary_start, rotary_start + 2 * c.shape[-1]
     axis, shape = (-1, (-1, 2)) if interleaved else (-2, (2, -1))  # of the two channels of a pair
-    pairs = x[..., start:end].to(dtype).unflatten(-1, shape)
+    # Some compilers take neither an empty part nor a slice that is the whole tensor.
+    part = x if end - start == x.shape[-1] else x[..., start:end]
+    pairs = part.to(dtype).unflatten(-1, shape)
     rotated = pairs * c.unsqueeze(axis) + pairs.flip(axis) * torch.stack([-s, s], axis)
-    rotated = rotated.reshape(x[..., start:end].shape).to(x.dtype)
-    if rotated.shape == x.shape:
+    rotated = rotated.reshape(part.shape).to(x.dtype)
+    if part is x:
         return rotated
     parts = x[..., :start], rotated, x[..., end:]
-    return torch.cat([part for part in parts if part.shape[-1]], -1)  # some compilers take no empty part
+    return torch.cat([part for part in parts if part.shape[-1]], -1)
 
 
 def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
@@ -124,19 +126,20 @@ def rotate_into_cache_(
 ) -> None:
     """Rotates q, in place or into q_out, and writes rotated k, and v, to a cache.
 
-    It does what :func:`torch_rope.rotate_into_cache_` does.
+    It does what :func:`torch_rope.rotate_into_cache_` does, but a token whose position or slot is outside the cache writes
+    nothing, where the operator raises IndexError.
     """
     wide, out = torch.promote_types(q.dtype, torch.float32), q if q_out is None else q_out
     # Numbers that are quantised are not rounded to the dtype of q first, unless PyTorch's operators would do so.
     q, k = (x if scale is None or eager_rounding else x.to(wide) for x, scale in ((q, q_scale), (k, k_scale)))
     if norm_v:
         v = _normalised(v, norm_eps, over_heads=False).to(v.dtype if v_scale is None else wide)
+    given = torch.arange(k.shape[-3], device=k.device) if positions is None else positions.long()
+    p = given + offset
     if slots is not None and cos is not None and cos.dim() == 2:  # pads outside of the table take a row of NaN
-        given = torch.arange(q.shape[-3], device=q.device) if positions is None else positions.long()
-        p, rows = given + offset, cos.shape[0]
-        outside = (p < 0) | (p >= rows) | ((p < given) != (offset < 0))  # the last: the sum wrapped around
-        positions, offset = torch.where((slots < 0) & outside, rows, p), 0
-        cos, sin = (torch.nn.functional.pad(t, (0, 0, 0, 1), value=torch.nan) for t in (cos, sin))
+        wrapped = (p < given) != (torch.full_like(given, offset) < 0)
+        outside = torch.atleast_2d(slots < 0) & ~((p >= 0) & (p < cos.shape[0]) & ~wrapped)  # [batch, seq]
+        cos, sin = (t[torch.where(outside, 0, p)].masked_fill(outside.unsqueeze(-1), torch.nan) for t in (cos, sin))
     angles = cos, sin, inv_freq, positions, offset
     if q_norm_weight is None:
         rotated_q, rotated_k = rotate_qk(q, k, *angles, eager_rounding=eager_rounding, **flags)
@@ -146,16 +149,29 @@ def rotate_into_cache_(
             for x, weight in ((q, q_norm_weight), (k, k_norm_weight))
         )
     out.copy_(rotated_q if q_scale is None else quantise(rotated_q.to(wide), q_scale, out.dtype))
+    k_cache, v_cache = (c if c.dim() == 4 else c.unsqueeze(0) for c in (k_cache, v_cache))
+    blocks, block_size = k_cache.shape[:2]
+    if blocks * block_size == 0:
+        return
     if slots is None:  # sequence b writes to block b, each token at its position
-        p = (torch.arange(k.shape[-3], device=k.device) if positions is None else positions) + offset
-        slots = p + k_cache.shape[-3] * torch.arange(k.shape[0] if k.dim() == 4 else 1, device=k.device).unsqueeze(-1)
+        has_cell = (p >= 0) & (p < block_size)
+        slots = p + block_size * torch.arange(k.shape[0] if k.dim() == 4 else 1, device=k.device).unsqueeze(-1)
+    else:
+        has_cell = (slots >= 0) & (slots < blocks * block_size)
+    # Shapes must not depend on how many tokens have a cell. So a token without one repeats what another token writes. If
+    # none has a cell, all write what the first cell holds.
+    slots = torch.where(has_cell, slots, -1).long().flatten()
+    repeated = torch.nn.functional.pad(slots, (0, 1), value=-2).argmax()
+    tokens = torch.where(slots < 0, repeated, torch.arange(slots.shape[0], device=k.device))
+    slots = slots[tokens]
+    keeps = (slots < 0)[:, None, None]
+    # (block, index in the block) for each slot: Core ML would divide slots as floating-point numbers.
+    cells = torch.cartesian_prod(*(torch.arange(n, device=k.device) for n in (blocks, block_size)))
+    at = cells[torch.where(slots < 0, 0, slots)].unbind(-1)
     for cache, new, scale in ((k_cache, rotated_k, k_scale), (v_cache, v, v_scale)):
-        if scale is not None:  # as bytes, because PyTorch does not index float8
-            cache, new = cache.view(torch.uint8), quantise(new.to(wide), scale, cache.dtype).view(torch.uint8)
-        # Pads write to one more cell, the last, so that no shape depends on their number.
-        cells = torch.nn.functional.pad(cache.flatten(0, -3), (0, 0, 0, 0, 0, 1))
-        cells[slots.flatten().clamp(min=-1)] = new.flatten(0, -3)
-        cache.copy_(cells[:-1].view(cache.shape))
+        if scale is not None:
+            new = quantise(new.to(wide), scale, cache.dtype)
+        cache[at] = torch.where(keeps, cache[at], new.flatten(0, -3)[tokens])
 
 
 def cos_sin(

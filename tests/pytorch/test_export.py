@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from programs import (
     KV_HEADS,
     LENGTH,
     OF_A_LAYER,
+    Everything,
     assert_same_bits,
     norm_weights,
     rope,
@@ -21,9 +23,10 @@ from programs import (
     tables,
 )
 from torch.export import Dim
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import torch_rope
+from torch_rope import reference
 
 pytestmark = [*COMPILING, pytest.mark.shared]
 
@@ -99,24 +102,6 @@ def test_an_exported_program_survives_saving_decomposing_and_copying(device):
             assert_same_layers(program.module()(qkv, offset), module(qkv, offset))
 
 
-class Everything(torch.nn.Module):
-    """Calls every operator, with the same angles and other flags. Some slots are of pads."""
-
-    def forward(self, q, slots, angles):
-        *rotated, weight = q * 1, q * 2, q * 3, q * 4, torch.arange(DIM) + 0.5
-        rope.rotate_(rotated[0], **angles, rotary_start=3)
-        rope.rotate_qk_(*rotated[1:3], **angles, interleaved=True, attention_factor=1.3)
-        caches = [torch.zeros(4, LENGTH, *q.shape[2:], dtype=dtype) for dtype in (torch.float32, torch.int8)]
-        rope.rotate_into_cache_(rotated[3], q, q, *caches, **angles, slots=slots, v_scale=weight[:1], norm_v=True)
-        to_q_out = {"q_out": torch.zeros_like(q, dtype=torch.int8), "q_scale": weight[:1] / 40, "v_scale": weight[:1]}
-        rope.rotate_into_cache_(q, q, q, *caches, **angles, slots=slots, **to_q_out)
-        caches.append(to_q_out["q_out"])
-        rotated += rope.norm_rotate_qk(q, -q, *[weight.expand(HEADS, -1)] * 2, **angles)
-        rotated += rope.rotate(q, **angles, eager_rounding=True), *rope.rotate_qk(q, -q, **angles, inverse=True)
-        tables = rope.cos_sin(slots, weight), rope.axial_cos_sin(torch.stack([slots, slots]), weight.view(2, -1))
-        return rotated, caches, tables
-
-
 @pytest.mark.cpu
 @pytest.mark.parametrize("source", SOURCES if EXHAUSTIVE else SOURCES[2:3], ids=str)
 def test_decompositions_leave_only_operators_of_pytorch(source, device):
@@ -132,6 +117,40 @@ def test_decompositions_leave_only_operators_of_pytorch(source, device):
         assert not [n for n in decomposed.graph.nodes if "rope" in str(n.target) or "functionalized" in str(n.target)]
         given = arguments(3, 9)
         torch.testing.assert_close(decomposed.module()(*given), Everything()(*given), rtol=1e-5, atol=1e-5)
+
+
+# Positions or slots of two tokens in each of two sequences, and the tokens that are written, by cell. A block has 4 cells.
+WITHOUT_CELL = {
+    "positions": [([[3, 4], [1, 2]], {3: 0, 5: 2, 6: 3}), ([[2**40, 2], [4, -1]], {2: 1}), ([[-1, 4], [5, 4]], {})],
+    "slots": [([[-1, 8], [7, 0]], {7: 2, 0: 3}), ([[-7, 2**40], [2, -1]], {2: 2}), ([[-1, -9], [8, -1]], {})],
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", WITHOUT_CELL)
+def test_a_token_without_a_cell_writes_nothing_and_a_decomposed_program_copies_each_cache_once(name, device):
+    class Step(torch.nn.Module):
+        def forward(self, k, v, *caches_and_cells, write=rope.rotate_into_cache_):
+            *caches, cells = caches_and_cells
+            write(k + 1, k, v, *caches, inv_freq=torch.zeros(4), v_scale=torch.ones(1), **{name: cells})
+
+    k, v = torch.randint(-9, 9, (2, 2, 2, 3, 8)).float()
+    caches = torch.ones(2, 4, 3, 8), torch.ones(2, 4, 3, 8, dtype=torch.int8)
+    program = torch.export.export(Step(), (k, v, *caches, torch.arange(4).view(2, 2)))
+    program = program.run_decompositions({**torch.export.default_decompositions(), **torch_rope.decompositions()})
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    unknown_to_some = "alias.default", "bitwise_or.Tensor", "div.Tensor_mode", "view.dtype"
+    assert not {str(node.target) for node in nodes} & {f"aten.{op}" for op in unknown_to_some}
+    large = [node.target for node in nodes if tree_leaves(node.meta["val"])[0].numel() >= caches[0].numel()]
+    assert large == [torch.ops.aten.index_put.default] * 2
+    for cells, written in WITHOUT_CELL[name]:
+        for run in program.module(), partial(Step(), write=reference.rotate_into_cache_):
+            found = copy.deepcopy(caches)
+            run(k, v, *found, torch.tensor(cells))
+            for cache, before, x in zip(found, caches, (k, v), strict=True):
+                expected = before.clone()
+                expected.view(8, 3, 8)[[*written]] = x.view(4, 3, 8)[[*written.values()]].to(cache.dtype)
+                assert torch.equal(cache, expected)
 
 
 # torch's backends decompose the program that they get, so one that is decomposed already must work too.
