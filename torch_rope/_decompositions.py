@@ -32,10 +32,6 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable]:
     place becomes a copy. A position or slot outside a cache writes nothing, where the operator raises IndexError. The
     helper operators of the backward have no entry: a program of torch.export has none of them.
 
-    Equivalent to::
-
-        {torch.ops.rope.rotate.default: torch_rope.reference.rotate, ...}  # and so on for each operator
-
     Example::
 
         table = {**torch.export.default_decompositions(), **torch_rope.decompositions()}

@@ -94,8 +94,8 @@ def inv_freq(
         (Apple GPUs), ``[2, rotary_dim / 2]``, float32: two parts whose sum is the float64 number to 48 bits, which all
         functions take in its place.
 
-    Raises:
-        ValueError: rotary_dim is odd, negative or beyond int64, or base is not positive.
+    Raises ValueError if rotary_dim is odd, negative or beyond int64, or base is not positive, and TypeError if base is a
+    tensor with a gradient.
 
     Source of the formula: Su et al., RoFormer, arXiv:2104.09864, section 3.2.2.
 
@@ -130,8 +130,7 @@ def cos_sin(
 
     Returns:
         (cos, sin), each ``[*P, rotary_dim / 2]``. In float32, with attention_factor 1, their absolute error is at most
-        5e-7 for positions below 2^24 and abs(inv_freq) <= 1. For comparison, an angle that is multiplied in float32 is
-        off by 4e-3 at position 131071, and by 0.5 at 2^24. If dtype is float64, the angle is computed in float64.
+        5e-7 for positions below 2^24 and abs(inv_freq) <= 1. If dtype is float64, the angle is computed in float64.
 
     Raises:
         ValueError: a shape or a device does not fit, or attention_factor is not finite.
@@ -417,14 +416,12 @@ def norm_rotate_qk(
             ``1 + weight``.
         norm_eps: the number that is added to the mean of the squares. Default: 1e-6.
 
-    All other arguments are those of :func:`rotate`. There is no eager_rounding: the order of the sum of squares differs
-    from PyTorch's, so that its bits could not be had.
+    All other arguments are those of :func:`rotate`.
 
     The norm is taken over all head_dim channels of a head, or over the heads * head_dim channels of a token, for q and
-    for k separately (Zhang and Sennrich, arXiv:1910.07467, equation 4). Channels past
-    rotary_dim are normalised, but they are neither rotated nor multiplied by attention_factor. Nothing is rounded
-    between the norm and the rotation. The squares are summed in float32 (float64 if q is float64), and overflow for the
-    same values as in PyTorch's rms_norm.
+    for k separately (Zhang and Sennrich, arXiv:1910.07467, equation 4). Channels past rotary_dim are normalised, but they
+    are neither rotated nor multiplied by attention_factor. Nothing is rounded between the norm and the rotation. The
+    squares are summed in float32 (float64 if q is float64), and overflow for the same values as in PyTorch's rms_norm.
 
     Returns:
         (q, k), each with the shape and dtype of its argument.
@@ -483,16 +480,13 @@ def rotate_into_cache_(
 ) -> None:
     """Rotates q, in place or into q_out, and writes rotated k, and v, to a KV cache, in one launch.
 
-    k itself is not rotated: attention reads the rotated k from the cache. If you also need the rotated k as a tensor of
-    its own, call :func:`rotate_qk` or :func:`norm_rotate_qk` instead, and write k and v to the cache yourself.
+    k itself is not rotated: attention reads the rotated k from the cache. A call takes any number of tokens: one in a decode
+    step, or a whole prompt. With both norm weights, q and k are normalised first, as in :func:`norm_rotate_qk`.
 
     Two tokens of a call must not write the same cell. On a CPU that is an IndexError; on a GPU either of them may win,
     and not always the same one in both caches. Without slots, tokens of one sequence that share a position write the same
     cell, such as the padding of a left-padded batch and its first real token. Give padding the slot -1.
     :func:`torch_rope.slots_of_window` makes the slots of a sliding window.
-
-    With both norm weights, q and k are normalised before they are rotated, as in :func:`norm_rotate_qk`. A call takes
-    any number of tokens: one in a decode step, or a whole prompt.
 
     A cache and q_out may be *quantised*: float8_e4m3fn, float8_e5m2 or int8, with a scale. They store a number x as
     x / scale, in float32 (float64 if q is float64), saturated to the finite range of the dtype (448, 57344; -128 to 127)
@@ -532,10 +526,8 @@ def rotate_into_cache_(
         eager_rounding: as in :func:`rotate`. It must be False with norm weights and with norm_v.
 
     Raises:
-        ValueError: a shape, a device, attention_factor or norm_eps does not fit; there is not exactly one angle source;
-            only one norm weight is given; eager_rounding is True with a norm; a quantised cache or q_out has no scale,
-            or another one has a scale; or a tensor that is written shares memory with itself or with another argument
-            (between a cache and q, q_out, k or v it is enough that their address ranges overlap).
+        ValueError: arguments do not fit together, as above; or a tensor that is written shares memory with itself or with
+            another argument (between a cache and q, q_out, k or v it is enough that their address ranges overlap).
         TypeError: a dtype is not supported.
         IndexError: a position is outside the table, a position or a slot is outside the cache, or two tokens write one
             cell. Nothing is written then. On a GPU, positions and slots in tensors are checked in the kernel instead;

@@ -192,9 +192,10 @@ class RotaryEmbedding(nn.Module):
     ) -> dict[str, Any]:
         """Returns the angles of seq tokens, as keyword arguments of :func:`torch_rope.rotate_qk`.
 
-        rotate_qk with these arguments does what calling the module does. The other operators take them as well. The tensors
-        are the module's own, so write to none. device is that of q. Default: that of positions, or of the module. While the module is on meta, where from_pretrained of
-        transformers leaves it until its first call, it must be given, unless meta is PyTorch's default device.
+        rotate_qk with these arguments does what calling the module does. The other operators take them as well. The
+        tensors are the module's own, so write to none. device is that of q. Default: that of positions, or of the module.
+        It must be given while the module is on meta, where from_pretrained of transformers leaves it until its first
+        call, unless meta is PyTorch's default device.
         """
         if not isinstance(seq, int | torch.SymInt):
             of_trace = "torch.jit.trace makes a tensor of it: use torch.export, or fix the length by long or seq_len"

@@ -11,9 +11,6 @@ makes the tables in one launch::
     # positions [3, batch, seq] -> cos and sin [batch, seq, 64]
     cos, sin = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=attention_factor)
     q, k = torch_rope.rotate_qk(q, k, cos, sin, interleaved=interleaved)  # in every layer
-
-axial_cos_sin is differentiable in inv_freq, and in positions if they are floating-point. RoPE-Mixed (Heo et al.,
-arXiv:2403.13298) learns an inv_freq without zeros.
 """
 
 from collections.abc import Sequence
@@ -84,14 +81,9 @@ def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
 
     The first sections[0] pairs follow time, the next sections[1] height, and the last sections[2] width.
 
-    Args:
-        inv_freq: ``[pairs]``, or ``[2, pairs]``, the sum of two parts.
-        sections: three counts of pairs with the sum ``pairs``.
-
-    Returns:
-        ``[3, pairs]``, or ``[2, 3, pairs]``, for positions [time, height, width].
-
-    Raises ValueError if sections does not fit inv_freq.
+    inv_freq is ``[pairs]``, or ``[2, pairs]``, the sum of two parts; sections are three counts of pairs with the sum
+    ``pairs``. Returns ``[3, pairs]``, or ``[2, 3, pairs]``, for positions [time, height, width]. Raises ValueError if
+    sections does not fit inv_freq.
     """
     sections = _checked("sections", inv_freq, sections)
     return by_axis(inv_freq, [axis for axis, count in enumerate(sections) for _ in range(count)], 3)
@@ -168,9 +160,8 @@ def position_parts(positions: Tensor, inv_freq: Tensor, device: torch.device | s
         (positions, inv_freq) on the device: ``[2 * axes, *P]``, float32, and ``[2 * axes, pairs]``, float64, or if the
         device has no float64 ``[2, 2 * axes, pairs]``, float32, the sum of two parts.
 
-    Raises:
-        ValueError: positions and inv_freq do not have the same number of axes.
-        TypeError: positions or inv_freq is not float64. axial_cos_sin takes integers and float32 as they are.
+    Raises ValueError if positions and inv_freq do not have the same number of axes, and TypeError if one of them is not
+    float64: axial_cos_sin takes integers and float32 as they are.
 
     Example::
 

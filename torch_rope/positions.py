@@ -34,11 +34,6 @@ def positions_from_cu_seqlens(
             not check these numbers: there, tokens before the first sequence have positions that count from 0, and so has padding.
         TypeError: cu_seqlens or offsets is not int32 or int64, or another argument is no integer.
 
-    Equivalent to (without padding)::
-
-        lengths = cu_seqlens.diff().tolist()
-        torch.cat([torch.arange(n) + o for n, o in zip(lengths, offsets)])
-
     Example::
 
         cu_seqlens = torch.tensor([0, 3, 5])
