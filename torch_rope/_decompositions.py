@@ -28,8 +28,8 @@ IN_PLACE = {
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:
     """Returns a table for ``ExportedProgram.run_decompositions``, which leaves only operators of PyTorch.
 
-    The values are functions of torch_rope.reference. Batch, seq and offset may be dynamic, and what an operator writes in
-    place becomes a copy. A position or slot outside a cache writes nothing, where the operator raises IndexError. The
+    Equivalent to ``{torch.ops.rope.rotate.default: torch_rope.reference.rotate, ...}``. Batch, seq and offset may be dynamic,
+    and what an operator writes in place becomes a copy. A position or slot outside a cache writes nothing, where the operator raises IndexError. The
     helper operators of the backward have no entry: a program of torch.export has none of them.
 
     Example::

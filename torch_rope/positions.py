@@ -26,7 +26,7 @@ def positions_from_cu_seqlens(
 
     Returns:
         ``[total]``, with the dtype and device of cu_seqlens, or int64 if there are offsets or total is at least 2**31. The
-        host does not wait for the device.
+        host does not wait for the device. Equivalent to joining ``torch.arange(n) + offset`` of the sequences, n long each.
 
     Raises:
         ValueError: a shape does not fit, total is negative, there is no such rank, or cu_seqlens on the CPU does not begin
