@@ -28,9 +28,9 @@ IN_PLACE = {
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:
     """Returns a table for ``ExportedProgram.run_decompositions``, which leaves only operators of PyTorch.
 
-    Equivalent to ``{torch.ops.rope.rotate.default: torch_rope.reference.rotate, ...}``. Batch, seq and offset may be dynamic,
-    and what an operator writes in place becomes a copy. A position or slot outside a cache writes nothing, where the operator raises IndexError. The
-    helper operators of the backward have no entry: a program of torch.export has none of them.
+    Equivalent to ``{torch.ops.rope.rotate.default: torch_rope.reference.rotate, ...}``. Batch, seq and offset may be
+    dynamic, and what is written in place becomes a copy. A position or slot outside a cache writes nothing, where the
+    operator raises IndexError. The operators of the backward have no entry: a program of torch.export has none of them.
 
     Example::
 
