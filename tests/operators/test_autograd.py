@@ -407,6 +407,21 @@ def test_an_in_place_operator_bumps_the_version_of_what_it_writes(name, device):
         getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
 
 
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_autograd_saved_is_cloned_before_it_is_written(name, device):
+    """torch.autograd.graph.allow_mutation_on_saved_tensors does so, and the gradient is that of the old values."""
+    for written in IN_PLACE[name]:
+        op, given = in_place_call(name, device)
+        leaf = given[written].requires_grad_()
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            given[written] = leaf * 1
+            loss = given[written].square().sum()
+            with torch.no_grad():
+                getattr(rope, op)(**given)
+            loss.backward()
+        assert torch.equal(leaf.grad, leaf * 2) and not torch.equal(given[written], leaf)
+
+
 # ---- forward mode and torch.func ----
 
 
