@@ -198,6 +198,7 @@ def test_torch_fx_traces_the_functions_as_calls_of_the_operators(device):
 @pytest.mark.cpu
 @pytest.mark.exhaustive
 @torch._dynamo.config.patch(enable_aot_compile=True)
+@torch._inductor.config.patch(force_disable_caches=False)
 def test_a_saved_function_with_a_module_loads(tmp_path):
     """torch.compile saves what it guards on, and leaves out the tensors of other objects."""
     rope, q = torch_rope.RotaryEmbedding(DIM), torch.randn(1, 6, HEADS, DIM)
