@@ -239,7 +239,7 @@ PYTHON = [
     ("RotaryEmbedding: dynamic uses a wrong exponent", "module.py", "trained, -2 / (rotary_dim - 2))", "trained, -2 / rotary_dim)", "modules/test_rotary_embedding"),
     ("functions: inverse is not passed", "_signatures.py", "self.flags, self.defaults = [a.name for a in flags]", "self.flags, self.defaults = [a.name.replace(\"inverse\", \"interleaved\") for a in flags]", "operators/test_reference"),
     ("reference: inverse is ignored", "reference.py", "s = -s if inverse else s", "s = s", "operators/test_values"),
-    ("reference: a pad writes a cell of its own", "reference.py", "torch.where(slots < 0, repeated, ", "torch.where(slots < -1, repeated, ", "operators/test_cache"),
+    ("reference: a pad writes a cell of its own", "reference.py", "torch.where(slots < 0, repeated, ", "torch.where(slots < -1, repeated, ", "pytorch/test_export"),
     ("reference: a token past the last cell writes to the next block", "reference.py", "(p >= 0) & (p < block_size)", "p >= 0", "pytorch/test_export"),
     ("reference: a 16-bit result is rounded twice", "reference.py", "rotated = pairs * c.unsqueeze(axis) +", "rotated = (pairs * c.unsqueeze(axis)).to(x.dtype) +", "operators/test_values"),
     ("patch: the first tokens rotate", "integrations/transformers/conventions.py", "to=lambda x: x.split(sizes, -2)[1]", "to=lambda x: x.split(sizes[::-1], -2)[0]", "integrations/test_rotary_functions"),

@@ -122,7 +122,7 @@ def test_decompositions_leave_only_operators_of_pytorch(source, device):
 # Positions or slots of two tokens in each of two sequences, and the tokens that are written, by cell. A block has 4 cells.
 WITHOUT_CELL = {
     "positions": [([[3, 4], [1, 2]], {3: 0, 5: 2, 6: 3}), ([[2**40, 2], [4, -1]], {2: 1}), ([[-1, 4], [5, 4]], {})],
-    "slots": [([[-1, 8], [7, 0]], {7: 2, 0: 3}), ([[-7, 2**40], [2, -1]], {2: 2}), ([[-1, -9], [8, -1]], {})],
+    "slots": [([[7, 0], [-1, 8]], {7: 0, 0: 1}), ([[-7, 2**40], [2, -1]], {2: 2}), ([[-1, -9], [8, -1]], {})],
 }
 
 
