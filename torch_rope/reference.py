@@ -165,9 +165,10 @@ def rotate_into_cache_(
     tokens = torch.where(slots < 0, repeated, torch.arange(slots.shape[0], device=k.device))
     slots = slots[tokens]
     keeps = (slots < 0)[:, None, None]
-    # (block, index in the block) for each slot: Core ML would divide slots as floating-point numbers.
-    cells = torch.cartesian_prod(*(torch.arange(n, device=k.device) for n in (blocks, block_size)))
-    at = cells[torch.where(slots < 0, 0, slots)].unbind(-1)
+    slots = torch.where(slots < 0, 0, slots)
+    # The block is looked up, because Core ML would compute slots // block_size in floating-point numbers.
+    block = torch.arange(blocks, device=k.device).unsqueeze(-1).expand(-1, block_size).flatten()[slots]
+    at = block, slots - block * block_size
     for cache, new, scale in ((k_cache, rotated_k, k_scale), (v_cache, v, v_scale)):
         if scale is not None:
             new = quantise(new.to(wide), scale, cache.dtype)
