@@ -158,8 +158,7 @@ def rotate_into_cache_(
         slots = p + block_size * torch.arange(k.shape[0] if k.dim() == 4 else 1, device=k.device).unsqueeze(-1)
     else:
         has_cell = (slots >= 0) & (slots < blocks * block_size)
-    # Shapes must not depend on how many tokens have a cell. So a token without one repeats what another token writes. If
-    # none has a cell, all write what the first cell holds.
+    # No shape may depend on how many tokens have a cell: the others repeat what one writes, or what the first cell holds.
     slots = torch.where(has_cell, slots, -1).long().flatten()
     repeated = torch.nn.functional.pad(slots, (0, 1), value=-2).argmax()
     tokens = torch.where(slots < 0, repeated, torch.arange(slots.shape[0], device=k.device))
