@@ -194,27 +194,28 @@ def test_a_processor_of_ones_own_may_rotate(body, rotations):
 # ---- what falls back to the function ----
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("another", [False, True])
-def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(another, rotations, forgotten):
-    """Also if another model was called with right tables of the same shape before."""
-    layer, (q, k, sin, cos, _) = Layer(), layer_inputs(half=True)  # the channels of an adjacent pair have other angles
-    expected = layer(q, k, sin, cos, False)
+def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(another, half, rotations, forgotten):
+    """Also if another model was called with right tables of the same shape before, as HunYuan-VL is for text."""
+    layer, (q, k, sin, cos, _) = Layer(), layer_inputs(half=not half)  # the channels of a pair have other angles
+    expected = layer(q, k, sin, cos, half)
     if another:
         other = Layer()
         timm.patch(other)
-        other(*layer_inputs())
+        other(*layer_inputs(half=half))
     timm.patch(layer)
     rotations.clear()
     with pytest.warns(UserWarning) as warned:
         for _ in range(2):
-            assert all(map(torch.equal, layer(q, k, sin, cos, False), expected))
+            assert all(map(torch.equal, layer(q, k, sin, cos, half), expected))
     assert rotations == [False] * 4
     messages = [str(w.message) for w in warned if "torch_rope" in str(w.message)]
     assert len(messages) == 2 and messages[0] == (
         "torch_rope: apply_rot_embed was called with different angles for the two channels of a pair, which is not a "
         "rotation, so it computes as without torch_rope"
     )
-    layer(q, k, sin, cos, True)
+    layer(q, k, sin, cos, not half)
     assert rotations[4:] == [True] * 2
 
 

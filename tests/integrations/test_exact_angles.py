@@ -1,6 +1,7 @@
 """Compares the tables of rotary modules with exact angles, and the logits of a model, with a float64 computation."""
 
 import concurrent.futures
+import contextlib
 import copy
 import importlib
 import pickle
@@ -8,9 +9,10 @@ import types
 
 import pytest
 import torch
-from cases import needed
+from cases import default_dtype, needed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 transformers = needed("transformers")
 
@@ -74,24 +76,19 @@ def positions(case):
     return torch.randint(FAR, 2 * FAR, case[2], generator=torch.Generator().manual_seed(0))
 
 
-class InDouble(TorchFunctionMode):
-    """Makes every conversion to float32 a conversion to float64, so that a model computes in float64 throughout."""
-
-    def __enter__(self):
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *args):
-        torch.set_default_dtype(torch.float32)
-        return super().__exit__(*args)
+class Doubling(TorchFunctionMode):
+    """Makes every conversion to float32 a conversion to float64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = [self.double(a) for a in args], {n: self.double(a) for n, a in (kwargs or {}).items()}
+        args, kwargs = tree_map(lambda a: torch.float64 if a is torch.float32 else a, (args, kwargs or {}))
         return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
-    @staticmethod
-    def double(argument):
-        return torch.float64 if argument is torch.float32 else argument
+
+@contextlib.contextmanager
+def in_double():
+    """Lets a model compute in float64 throughout."""
+    with default_dtype(torch.float64), Doubling():
+        yield
 
 
 def exact(rotary):
@@ -120,7 +117,7 @@ def off(table, expected):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_far_tables_are_a_hundred_times_nearer_to_those_of_float64(case):
     rotary, position_ids = rotary_of(case), positions(case)
-    with InDouble():
+    with in_double():
         expected = tables(rotary_of(case), position_ids, torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         before, after = (tables(r, position_ids, dtype) for r in (rotary, exact(rotary)))
@@ -146,11 +143,11 @@ def test_frequencies_follow_the_length_as_in_transformers(case, limit):
     """After a long sequence, dynamic rotates a shorter one as the long one, unless it is short."""
     rotary = rotary_of(CASES[case])
     patched, used = exact(rotary), []
-    with InDouble():
+    with in_double():
         judge = rotary_of(CASES[case])
     for length in (9, limit, limit + 1, 4 * limit, limit + 5, limit - 1, limit + 7):
         position_ids = torch.tensor([[1, 2, length - 1]])
-        with InDouble():
+        with in_double():
             expected = tables(judge, position_ids, torch.float64)
         assert max(map(off, tables(patched, position_ids), expected)) < 1e-6
         assert max(map(off, tables(rotary, position_ids), expected)) < 1e-3

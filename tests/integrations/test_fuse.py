@@ -268,31 +268,17 @@ class Kept(nn.Module):
         return self.kept
 
 
-def wrap(layer):
-    layer.q_proj = Kept(layer.q_proj)
-
-
-def replace_norm(layer):
-    layer.q_norm = nn.LayerNorm(16, bias=False)
-
-
-def change_eps(layer):
-    layer.q_norm.variance_epsilon = 0.5
-
-
-def hook(name):
-    def change(layer):
-        getattr(layer, name).register_forward_hook(lambda module, args, out: 2 * out)
-
-    return change
-
-
-def own_forward(layer):
-    layer.k_norm.forward = lambda x: 2 * x
-
-
-def scale_by_another(layer):
-    layer.scaling, layer.q_norm.weight.data = 0.5, 3 * layer.q_norm.weight.data
+# What somebody does to an attention layer.
+CHANGED_LATER = {
+    "a wrapper": lambda layer: setattr(layer, "q_proj", Kept(layer.q_proj)),
+    "another norm": lambda layer: setattr(layer, "q_norm", nn.LayerNorm(16, bias=False)),
+    "another eps": lambda layer: setattr(layer.q_norm, "variance_epsilon", 0.5),
+    "a hook of a projection": lambda layer: layer.q_proj.register_forward_hook(lambda module, args, out: 2 * out),
+    "a hook of a norm": lambda layer: layer.k_norm.register_forward_hook(lambda module, args, out: 2 * out),
+    "an own forward": lambda layer: setattr(layer.k_norm, "forward", lambda x: 2 * x),
+    "another scaling": lambda layer: setattr(layer, "scaling", 0.5),
+    "other weights": lambda layer: setattr(layer.q_norm.weight, "data", 3 * layer.q_norm.weight),
+}
 
 
 class Counting(transformers.DynamicCache):
@@ -301,10 +287,7 @@ class Counting(transformers.DynamicCache):
         return 2 * k, v
 
 
-CHANGED_LATER = [wrap, replace_norm, change_eps, hook("q_proj"), hook("k_norm"), own_forward, scale_by_another]
-
-
-@pytest.mark.parametrize("change", CHANGED_LATER)
+@pytest.mark.parametrize("change", CHANGED_LATER.values(), ids=CHANGED_LATER)
 def test_what_changes_after_patch_is_followed(change):
     stock, model = pair("qwen3")
     for cache in (None, new_cache("dynamic", model), new_cache("static", model), Counting(config=model.config)):
@@ -328,19 +311,17 @@ def test_a_layer_without_weights_is_fused_and_one_whose_norm_is_sharded_says_wha
     assert re.search("it must have a module k_proj but has none; patch the model before that", says[2])
 
 
-def replace_update(cache):
-    def update(*args, **kwargs):
-        k, v = type(cache.layers[1]).update(cache.layers[1], *args, **kwargs)
-        return 2 * k, v
-
-    cache.layers[1].update = update
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_an_update_that_was_replaced_is_called(kind):
     results = []
     for m in pair("qwen3"):
-        replace_update(cache := new_cache(kind, m))
+        layer = (cache := new_cache(kind, m)).layers[1]
+
+        def update(*args, own=layer.update, **kwargs):
+            k, v = own(*args, **kwargs)
+            return 2 * k, v
+
+        layer.update = update
         results.append(logits(m, tokens(), cache, 11, 1))
     assert difference(results[1], results[0]) < LOGITS
 

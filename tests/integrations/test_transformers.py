@@ -4,7 +4,6 @@ model.
 tests/exhaustive/models/test_families.py tests that the results are right for every family.
 """
 
-import contextlib
 import copy
 
 import pytest
@@ -21,9 +20,6 @@ from models import calls as calls  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
-
-modeling_llama = transformers.models.llama.modeling_llama
-apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
 
 
 def pair(options=None, **changes):
@@ -60,33 +56,6 @@ def test_a_copy_computes_with_its_own_weights(calls):
     calls.clear()
     assert torch.equal(copied(tokens()).logits, stock(tokens()).logits) and len(calls) == 2
     assert not torch.equal(model(tokens()).logits, stock(tokens()).logits)
-
-
-def test_a_later_assignment_to_a_global_of_the_modeling_file_is_seen(monkeypatch):
-    model, seen, own = make(attention="eager"), [], modeling_llama.eager_attention_forward
-    patch(model)
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", lambda *a, **kw: seen.append(a) or own(*a, **kw))
-    model(tokens())
-    assert len(seen) == 2  # layers
-
-
-class Layer(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_pos_emb(q, k, cos, sin)
-
-
-def test_tables_that_are_no_rotation_for_several_axes_are_left_to_the_function(calls):
-    """Also if tables of the same shape were right before, as those of text are in HunYuan-VL."""
-    layer, (q, k), divisors = Layer(), torch.randn(2, 1, 2, 5, 16), torch.arange(1, 9).repeat(2)
-    angles = [torch.arange(5)[None, :, None] / d for d in (divisors, divisors + torch.arange(16))]
-    tables = [(angle.cos(), angle.sin()) for angle in angles]
-    expected = [layer(q, k, *t) for t in tables]
-    patch(layer)
-    calls.clear()
-    for t, e in zip(tables, expected, strict=True):
-        with contextlib.nullcontext() if t is tables[0] else pytest.warns(UserWarning, match="is not a rotation"):
-            assert all(map(torch.equal, layer(q, k, *t), e))
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("printed", [False, True])

@@ -1,5 +1,6 @@
 """Tests torch_rope.RotaryEmbedding: its angles, what others do to a module, and what is assigned to it."""
 
+import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -329,18 +330,14 @@ def test_modules_are_made_moved_and_loaded_until_python_ends():
 
 @pytest.mark.cpu
 def test_threads_that_call_a_module_first_share_its_tensors():
-    rope, barrier, found = module("longrope", 200, device="meta"), threading.Barrier(4), []
+    rope, barrier = module("longrope", 200, device="meta"), threading.Barrier(4)
 
-    def serve():
+    def serve(_):
         barrier.wait()
-        found.append(tables_of(rope, torch.device("cpu"))["cos"].data_ptr())
+        return tables_of(rope, torch.device("cpu"))["cos"].data_ptr()
 
-    threads = [threading.Thread(target=serve) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4 and len({*found}) == 1
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert len({*pool.map(serve, range(4))}) == 1
 
 
 @pytest.mark.cpu

@@ -4,26 +4,23 @@ import types
 
 import pytest
 import torch
-from cases import ROOT, Calls, needed
+from cases import ROOT, Calls
+from models import make
 from torch._dynamo.testing import CompileCounter
 
 pytestmark = pytest.mark.cpu
-transformers = needed("transformers")
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "initializer_range": 0.2}
+SIZES = {"vocab_size": 64, "head_dim": 32, "rms_norm_eps": 1e-3, "pad_token_id": None}
 SIZES |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 PROMPT, LENGTH = 20, 32
 # Less than twice the mean difference of logits that a cache of this dtype causes, as a part of the largest logit.
 BOUNDS = {"float8_e4m3fn": 0.04, "float8_e5m2": 0.08, "int8": 0.018}
 
 
-@pytest.fixture(params=["Llama", "Qwen3"])
+@pytest.fixture(params=["llama", "qwen3"])
 def stock(request, monkeypatch):
     """A model of transformers. The weights of its norms are not 1."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{request.param}Config")(**SIZES)
-    model = getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
+    model = make(request.param, **SIZES)
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(weight, 0.5, 2.0)

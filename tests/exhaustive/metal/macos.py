@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from cases import needed
+from cases import missing, needed
 
 lief = needed("lief")
 lief.disable_leak_warning()  # which it prints when Python ends
@@ -51,10 +51,6 @@ APPLE = re.compile(
 )
 
 
-class Unavailable(Exception):
-    """The macOS release was not downloaded, for example because there is no network."""
-
-
 def _run(*command, **environment) -> str:
     """Runs a command and returns its output. Raises RuntimeError with the output if it fails."""
     environment |= {f"ZIG_{kind}_CACHE_DIR": str(BUILD / "zig") for kind in ("GLOBAL", "LOCAL")}
@@ -73,10 +69,7 @@ def setup(**environment) -> tuple[list[str], str]:
 
 @functools.cache
 def wheel(release: str) -> Path:
-    """Returns the folder `torch` with the headers and libraries of the release's wheel for macOS.
-
-    The wheel is downloaded once. Raises Unavailable if that fails.
-    """
+    """Returns the folder `torch` with the headers and libraries of the release's wheel for macOS, downloaded once."""
     folder = BUILD / f"torch-{release}"
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / f"torch-{release}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=BUILD) as scratch:
@@ -89,7 +82,7 @@ def wheel(release: str) -> Path:
             _run(*pip, *platform, "-d", scratch, f"torch=={release}")
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
-            raise Unavailable(f"torch {release} for macOS was not downloaded: {reason}") from None
+            missing(f"torch {release} for macOS was not downloaded: {reason}")
         archive = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
         parts = ("torch/include/", *(f"torch/lib/{library}.dylib" for library in LIBRARIES))
         archive.extractall(f"{scratch}/all", [name for name in archive.namelist() if name.startswith(parts)])

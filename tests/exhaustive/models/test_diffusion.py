@@ -110,15 +110,8 @@ def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(name, rotation
 # ---- ways to run Flux and Wan ----
 
 
-def wan():
-    return MODELS["WanTransformer3DModel"]()
-
-
-def flux():
-    return MODELS["FluxTransformer2DModel"]()
-
-
-both = pytest.mark.parametrize("make", [flux, wan])
+flux, wan = MODELS["FluxTransformer2DModel"], MODELS["WanTransformer3DModel"]
+both = pytest.mark.parametrize("make", [flux, wan], ids=["Flux", "Wan"])
 
 
 @both

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-import subprocess
 import sys
 import types
 from collections import defaultdict
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ROOT, needed
+from cases import ROOT, needed, python
 
 transformers = needed("transformers")
 
@@ -205,8 +204,7 @@ for _ in range(2):
     print(time.process_time() - begin)
     patched.undo()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    first, next_one = map(float, done.stdout.split())
+    first, next_one = map(float, python(program).stdout.split())
     assert first <= 0.5 and next_one <= 0.1
 
 
