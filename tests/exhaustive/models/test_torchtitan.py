@@ -67,13 +67,10 @@ def test_torchtitan_applies_both_overrides_and_no_subclass_is_claimed():
     assert type(root.b) is override.FusedCosSinRoPE.Config and root.b.theta == 1e6
 
 
-YARN = {"scaling": "yarn", "rope_factor": 4.0}
-
-
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_module_rotates_as_that_of_torchtitan(kind, positions):
-    theirs, ours = modules(kind, **YARN)
+    theirs, ours = modules(kind, scaling="yarn", rope_factor=4.0)
     given = [t.requires_grad_() for t in qk(torch.bfloat16 if positions else torch.float32)]
     p = torch.randint(LENGTH, TOKENS) if positions else None
     with Calls() as calls:

@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.cpu]
 # The largest allowed differences, as parts of the largest output and of the largest gradient, if q and k are rounded in
 # another way. They are three times those that were seen. A model that does not rotate differs by BROKEN or more.
 OUTPUTS, OF_BFLOAT16, GRADIENTS, BROKEN = 2e-6, 0.05, 7e-6, 0.08
-# The models whose tables are made of frequencies that are trained.
-TRAINED = [name for name in MODELS if "mixed" in name]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -28,7 +26,8 @@ def test_a_patched_model_has_the_bits_or_differs_by_rounding(name, rotations, mo
     with patch(model):
         rotations.clear()  # patch itself tries rotations
         assert same(train_step(model, inputs), expected)
-        assert set(rotations) == {name not in TRAINED}  # tables that are trained go to timm's function
+        # Tables of mixed frequencies, which are trained, go to timm's function.
+        assert set(rotations) == {"mixed" not in name}
         rotations.clear()
         with torch.no_grad():
             assert torch.equal(output(model, inputs)[0], inferred[0]) and set(rotations) == {True}
