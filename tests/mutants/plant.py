@@ -59,11 +59,6 @@ def locate(file: str, text: str, pattern: str) -> tuple[int, int]:
     return start, start + len(inside)
 
 
-def is_statement(text: str) -> bool:
-    """Returns whether text is one or more whole statements, not an expression."""
-    return text.rstrip().endswith((";", "}"))
-
-
 def written(sources: dict[str, str], table: Iterable[tuple[str, str, str, str]]) -> list[Mutant]:
     """Returns the mutants of a table of (what is wrong, file, pattern, replacement)."""
     mutants = []
@@ -113,7 +108,7 @@ def planted(text: str, mutants: list[Mutant], start: int = 0, end: int | None = 
         now = planted(text, [o for o in here if (o.start, o.end) != (m.start, m.end)], m.start, m.end)
         for o in here:
             if (o.start, o.end) == (m.start, m.end):
-                if is_statement(o.old):
+                if o.old.rstrip().endswith((";", "}")):  # whole statements, not an expression
                     now = f"{{ if (rope_mutant({o.number})) {{ {o.new} }} else {{ {now} }} }}"
                 else:
                     now = f"(rope_mutant({o.number}) ? ({o.new}) : ({now}))"

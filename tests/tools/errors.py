@@ -51,7 +51,7 @@ torch_rope.positions_from_cu_seqlens(None, 6) -> cu_seqlens is None but must be 
 positions_of([0, 5], 6.0) -> total is 6.0 but must be an integer
 rotate(q, cos, sin, interleaved=ints) -> rope.rotate: interleaved is of type Tensor but must be True or False
 rope.angles(ints) -> torch_rope.RotaryEmbedding: seq is of type Tensor but must be an integer; call angles(seq,
-torch.jit.trace(rope_of("dynamic"), (q, k)) -> seq is of type Tensor but must be an integer; torch.jit.trace makes a
+torch.jit.trace(dynamic, (q, k)) -> seq is of type Tensor but must be an integer; torch.jit.trace makes a
 norm_rotate_qk(q, k, freq, freq, cos, sin, eps=1e-5) -> rope.norm_rotate_qk: eps is not ... here is norm_eps
 norm_rotate_qk(q, k, freq, freq, cos, sin, norm_eps=None) -> norm_eps is None but must be a number
 rotate_qk(q, k, inv_freq=freq, interleaved="gptj") -> interleaved is 'gptj' but must be True or False; True pairs
@@ -143,6 +143,7 @@ GOOD |= {"partial_rotary_factor": 0.5, "short_factor": [1.0, 2.0], "long_factor"
 def run(usage: str, wrapped=lambda function: function):
     """Runs a usage, as a function that `wrapped` may compile. It may use the names below, and those of this module."""
     rope, freq, ints = torch_rope.RotaryEmbedding(16), torch.ones(8), torch.arange(3)
+    dynamic = torch_rope.RotaryEmbedding(16, kind="dynamic", factor=2.0, original_max_position=9)
     cos, sin = torch_rope.cos_sin(ints, freq)
     q, k, learned = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16), nn.Parameter(torch.ones(()))
 
@@ -152,9 +153,6 @@ def run(usage: str, wrapped=lambda function: function):
     def kind(name, **changes):
         function = getattr(torch_rope.frequencies, name)
         return function(**{n: v for n, v in (GOOD | changes).items() if n in inspect.signature(function).parameters})
-
-    def rope_of(kind):
-        return torch_rope.RotaryEmbedding(16, kind=kind, factor=2.0, original_max_position=9)
 
     linear = nn.Linear(2, 2)
     of_diffusers, of_transformers = (

@@ -178,19 +178,12 @@ def test_a_pipeline_is_patched_with_all_its_models():
 # ---- exact angles ----
 
 
-def by_axis(positions, dims):
-    """Returns the angles of positions [.., axes] in float64, [.., pairs]."""
-    parts = []
-    for p, dim in zip(positions.unbind(-1), dims, strict=True):
-        parts.append(p[..., None].double() * 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim))
-    return torch.cat(parts, -1)
-
-
 def qwen_tables(model):
     tables = torch.cat(model.pos_embed([(1, 1, 8000)], device=torch.device("cpu"), max_txt_seq_len=9))
     image = torch.cartesian_prod(torch.arange(1), torch.arange(1), torch.arange(8000)) - torch.tensor([0, 1, 4000])
     ids = torch.cat([image, torch.arange(4000, 4009)[:, None].repeat(1, 3)])
-    return torch.view_as_real(tables), by_axis(ids, (8, 12, 12))
+    inv_freqs = [10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim) for dim in (8, 12, 12)]
+    return torch.view_as_real(tables), torch.cat(list(map(torch.outer, ids.double().unbind(-1), inv_freqs)), -1)
 
 
 def ltx_tables(model):
