@@ -158,16 +158,16 @@ def rotate_into_cache_(
         slots = p + block_size * torch.arange(k.shape[0] if k.dim() == 4 else 1, device=k.device).unsqueeze(-1)
     else:
         has_cell = (slots >= 0) & (slots < blocks * block_size)
-    # Shapes must not depend on how many tokens have a cell. So a token without one repeats what another token writes. If
-    # none has a cell, all write what the first cell holds.
+    # No shape may depend on how many tokens have a cell: the others repeat what one writes, or what the first cell holds.
     slots = torch.where(has_cell, slots, -1).long().flatten()
     repeated = torch.nn.functional.pad(slots, (0, 1), value=-2).argmax()
     tokens = torch.where(slots < 0, repeated, torch.arange(slots.shape[0], device=k.device))
     slots = slots[tokens]
     keeps = (slots < 0)[:, None, None]
-    # (block, index in the block) for each slot: Core ML would divide slots as floating-point numbers.
-    cells = torch.cartesian_prod(*(torch.arange(n, device=k.device) for n in (blocks, block_size)))
-    at = cells[torch.where(slots < 0, 0, slots)].unbind(-1)
+    slots = torch.where(slots < 0, 0, slots)
+    # The block is looked up, because Core ML would compute slots // block_size in floating-point numbers.
+    block = torch.arange(blocks, device=k.device).unsqueeze(-1).expand(-1, block_size).flatten()[slots]
+    at = block, slots - block * block_size
     for cache, new, scale in ((k_cache, rotated_k, k_scale), (v_cache, v, v_scale)):
         if scale is not None:
             new = quantise(new.to(wide), scale, cache.dtype)

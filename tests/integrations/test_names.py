@@ -89,7 +89,6 @@ def find(name, function):
 
 CALLS = {
     calls: lambda x: -x - 90,
-    decorator(calls): lambda x: 2 * (-x - 90),
     decorator(decorator(calls)): lambda x: 4 * (-x - 90),
     calls_in_a_comprehension: lambda x: -x - 90,
     calls_a_helper: lambda x: (-x - 90) / 2,

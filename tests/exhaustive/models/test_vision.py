@@ -26,8 +26,7 @@ def test_a_patched_model_has_the_bits_or_differs_by_rounding(name, rotations, mo
     with patch(model):
         rotations.clear()  # patch itself tries rotations
         assert same(train_step(model, inputs), expected)
-        # Tables of mixed frequencies, which are trained, go to timm's function.
-        assert set(rotations) == {"mixed" not in name}
+        assert set(rotations) == {"mixed" not in name}  # tables of frequencies that are trained go to timm's function
         rotations.clear()
         with torch.no_grad():
             assert torch.equal(output(model, inputs)[0], inferred[0]) and set(rotations) == {True}

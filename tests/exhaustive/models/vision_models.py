@@ -77,10 +77,6 @@ def pool(rope_type, **changes):
     return RotAttentionPool2d(64, 8, head_dim=16, rope_type=rope_type, **changes), torch.randn(2, 64, 3, 5)
 
 
-def encoder():
-    return Qwen3VitEncoder(**SMALL, img_size=24, out_features=16), images(24, 24)
-
-
 def rope_module(rope_type, **changes):
     """Returns a convolution and a module that rotates the channels of features [batch, channels, height, width]."""
     return nn.Sequential(nn.Conv2d(3, 16, 1), create_rope_embed(rope_type, 64, 4, **changes)), images(3, 5)
@@ -99,7 +95,7 @@ MODELS = {
     "dinov3": lambda: vit("vit_small_patch16_dinov3"),
     "sapiens2, fewer heads of k, norms": lambda: vit("vit_base_patch16_sapiens2", num_kv_heads=(4, 2)),
     "mrope": lambda: vit("eva02_tiny_patch14_224", attn_type="rope", rope_type="mrope", rope_mrope_section=(2, 3, 3)),
-    "qwen3 vision": encoder,
+    "qwen3 vision": lambda: (Qwen3VitEncoder(**SMALL, img_size=24, out_features=16), images(24, 24)),
     # tables per head, from learned frequencies: [heads, tokens, 2 head_dim] in each layer
     "mixed": lambda: vit("vit_small_patch16_rope_mixed_224"),
     # tables per image [batch, 1, tokens, 2 head_dim], which are 0 at padded tokens
