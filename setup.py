@@ -96,7 +96,7 @@ else:
     FLAGS += ["-Xpreprocessor", "-fopenmp"]  # the driver of Apple's clang refuses the flag; torch brings omp.h
 
 # --fmad=false switches contraction off for CUDA, as -ffp-contract=off does for C++: csrc/angle.h, and the compensated
-# sums (Sums in csrc/cuda/tables.cu), add to products and subtract from them, and must have the same bits everywhere.
+# sums (Sum in shaders/sums.h), add to products and subtract from them, and must have the same bits everywhere.
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
 ARCHITECTURES = "7.5;8.0;8.9;9.0;10.0;12.0+PTX"  # T4, A100, RTX 40, H100, B200, RTX 50 and later
 
@@ -178,7 +178,7 @@ def shared_library() -> list[str]:
 
 
 # The kernels take longest to compile. They come first, so that no processor waits for them at the end.
-folders, sources, defines, link = ["csrc/cpu", "csrc/autograd", "csrc"], [], [], []
+folders, sources, defines, link = ["csrc/cpu", "csrc"], [], [], []
 # The kernels of CUDA depend neither on torch nor on Python, so that a release compiles them once for many wheels.
 kernels = []
 if not reason and (given := os.environ.get("TORCH_ROPE_KERNELS")):

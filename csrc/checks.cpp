@@ -60,49 +60,47 @@ constexpr struct {
 } kNames[kSides] = {{"q", "q_out", "q_norm_weight", "q_scale"},
                     {"k", "k_cache", "k_norm_weight", "k_scale"},
                     {"v", "v_cache", nullptr, "v_scale"}};
-Named in(const RotateCall& call, int side) {
+Named in(const Call& call, int side) {
   return {side == kQ ? call.q_name() : kNames[side].in, call.sides[side].in};
 }
 // The result of a side, if it is an argument of its own.
-Named result(const RotateCall& call, int side) {
+Named result(const Call& call, int side) {
   const SideTensors& t = call.sides[side];
   return {kNames[side].out, t.out != t.in ? t.out : nullptr};
 }
-Named weight(const RotateCall& call, int side) { return {kNames[side].weight, call.sides[side].weight}; }
-Named scale(const RotateCall& call, int side) { return {kNames[side].scale, call.sides[side].scale}; }
-Named given(const char* name, const OptTensor& t) { return {name, t ? &*t : nullptr}; }
+Named weight(const Call& call, int side) { return {kNames[side].weight, call.sides[side].weight}; }
+Named scale(const Call& call, int side) { return {kNames[side].scale, call.sides[side].scale}; }
 
-template <typename Call, typename... Must>
+template <typename... Must>
 void check_type(const Call& call, bool condition, const Named& t, const Must&... must) {
   ROPE_CHECK_TYPE(condition, t.name, " is ", NameOf{t->scalar_type()}, " but must be ", must...);
 }
-template <typename Call, typename Condition, typename... Must>
+template <typename Condition, typename... Must>
 void check_shape(const Call& call, const Condition& condition, const Named& t, const Must&... must) {
   ROPE_CHECK_VALUE(condition, t.name, " has shape ", t->sym_sizes(), " but must have shape ", must...);
 }
-template <typename Call, typename... Must>
+template <typename... Must>
 void check_dims(const Call& call, const Named& t, int64_t least, int64_t most, const Must&... must) {
   check_shape(call, least <= t->dim() && t->dim() <= most, t, must...);
 }
 // Checks that both tensors are given, or neither.
-template <typename Call, typename... Must>
+template <typename... Must>
 void check_together(const Call& call, const Named& a, const Named& b, const Must&... must) {
   ROPE_CHECK_VALUE((a.tensor == nullptr) == (b.tensor == nullptr), a.tensor ? b.name : a.name,
                    " is None but must be given together with ", a.tensor ? a.name : b.name, must...);
 }
 
 // Checks that a has the dtype of b.
-void check_same_type(const RotateCall& call, const Named& a, const Named& b) {
+void check_same_type(const Call& call, const Named& a, const Named& b) {
   const at::ScalarType type = b->scalar_type();
   check_type(call, a->scalar_type() == type, a, NameOf{type}, ", the dtype of ", b.name);
 }
 // Returns whether a table or a weight is float32 or has the dtype of q, and ends the message if not.
-bool is_parameter(const RotateCall& call, const Tensor& t) {
+bool is_parameter(const Call& call, const Tensor& t) {
   return t.scalar_type() == at::kFloat || t.scalar_type() == call.q().scalar_type();
 }
-const char* or_float32(const RotateCall& call) { return call.q().scalar_type() == at::kFloat ? "" : ", or float32"; }
+const char* or_float32(const Call& call) { return call.q().scalar_type() == at::kFloat ? "" : ", or float32"; }
 
-template <typename Call>
 void check_same_device(const Call& call, const Named& a, const Named& b) {
   ROPE_CHECK_VALUE(a->device() == b->device(), a.name, " is on ", a->device(), " but must be on ", b->device(),
                    ", the device of ", b.name);
@@ -117,7 +115,7 @@ constexpr Axis kBatchAxis{-4, "batch ", ""}, kSeqAxis{-3, "seq ", ""}, kHeadsAxi
     kHeadDimAxis{-1, "head_dim ", ""};
 
 // Checks that a has the size of b along an axis.
-template <typename Call, typename... Must>
+template <typename... Must>
 void check_same(const Call& call, const Axis& axis, const Named& a, const Named& b, const Must&... must) {
   ROPE_CHECK_VALUE(equal(size(*a, axis.d), size(*b, axis.d)), a.name, " has ", axis.before, size(*a, axis.d),
                    axis.after, " but must have ", axis.before, size(*b, axis.d), ", as ", b.name, " has", must...);
@@ -129,13 +127,12 @@ bool same_sizes(const Named& a, const Named& b, int64_t rest = 0) {
   for (int64_t d = 0; same && d < a->dim() - rest; d++) same = equal(size(*a, d), size(*b, d));
   return same;
 }
-void check_same_shape(const RotateCall& call, const Named& a, const Named& b) {
+void check_same_shape(const Call& call, const Named& a, const Named& b) {
   check_shape(call, same_sizes(a, b), a, b->sym_sizes(), ", the shape of ", b.name);
 }
 
 // Checks inv_freq, which has `dims` dimensions, or one more before them: then it is the sum of two float32 tensors.
 // shapes: the shapes that are allowed.
-template <typename Call>
 void check_inv_freq(const Call& call, const Tensor& inv_freq, int64_t dims, const char* shapes,
                     const char* advice = "") {
   const Named f{"inv_freq", &inv_freq};
@@ -151,14 +148,14 @@ void check_inv_freq(const Call& call, const Tensor& inv_freq, int64_t dims, cons
 
 // ---- the arguments of a rotation ----
 
-void check_x(const RotateCall& call, const Named& x) {
+void check_x(const Call& call, const Named& x) {
   check_dims(call, x, 3, 4, "[seq, heads, head_dim] or [batch, seq, heads, head_dim]",
              "; if the head axis is missing, pass ", x.name, ".unsqueeze(-2)");
   check_type(call, is_rotatable(x->scalar_type()), x, "float16, bfloat16, float32 or float64");
 }
 
 // Checks k or v, which must have the tokens and the dtype of q. may_differ: says in a message what may differ.
-void check_like_q(const RotateCall& call, const Named& k, const char* may_differ) {
+void check_like_q(const Call& call, const Named& k, const char* may_differ) {
   const Named q = in(call, kQ);
   check_x(call, k);
   check_same_type(call, k, q);
@@ -172,7 +169,7 @@ void check_like_q(const RotateCall& call, const Named& k, const char* may_differ
 
 // Checks rotary_start, and the last dimension of cos or inv_freq, which is rotary_dim / 2. unit: what the last
 // dimension counts.
-void check_rotary_dim(const RotateCall& call, const Named& source, const char* unit, const char* advice = "") {
+void check_rotary_dim(const Call& call, const Named& source, const char* unit, const char* advice = "") {
   const c10::SymInt &half = size(*source, -1), &head_dim = size(call.q(), -1);
   ROPE_CHECK_VALUE((half * 2).sym_le(head_dim), source.name, " has ", half, " ", unit, " but must have at most ",
                    head_dim / 2, ", because ", call.q_name(), " has head_dim ", head_dim, ": rotary_dim ", half * 2,
@@ -185,19 +182,19 @@ void check_rotary_dim(const RotateCall& call, const Named& source, const char* u
 }
 
 // Checks the batch of a table or of positions.
-void check_batch(const RotateCall& call, const Named& t, const char* advice = "") {
+void check_batch(const Call& call, const Named& t, const char* advice = "") {
   const c10::SymInt &own = size(*t, 0), &batch = batch_of(call.q());
   ROPE_CHECK_VALUE(own.sym_eq(1).sym_or(own.sym_eq(batch)), t.name, " has batch ", own, " but must have batch ", batch,
                    ", as ", call.q_name(), " has, or batch 1", advice);
 }
 
 // Ends the message for complex tables.
-const char* of_complex(const OptTensor& t) {
+const char* of_complex(const Tensor* t) {
   return t && t->is_complex() ? "; torch.view_as_real(table).unbind(-1) makes cos and sin of a complex table" : "";
 }
 
-void check_tables(const RotateCall& call) {
-  const Named cos{"cos", &*call.cos}, sin{"sin", &*call.sin};
+void check_tables(const Call& call) {
+  const Named cos{"cos", call.cos}, sin{"sin", call.sin};
   check_same_type(call, sin, cos);
   ROPE_CHECK_TYPE(is_parameter(call, *cos), "cos and sin are ", NameOf{cos->scalar_type()}, " but must be ",
                   NameOf{call.q().scalar_type()}, ", the dtype of ", call.q_name(), or_float32(call),
@@ -231,14 +228,14 @@ void check_tables(const RotateCall& call) {
 
 // Checks positions or slots, which hold one number for each token. shapes: the shapes that are allowed. advice: ends
 // the message about a dtype or a number of dimensions; of_seq ends that about a number of tokens.
-void check_tokens(const RotateCall& call, const Named& t, const char* shapes, const char* advice, const char* of_seq) {
+void check_tokens(const Call& call, const Named& t, const char* shapes, const char* advice, const char* of_seq) {
   check_type(call, t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, t, "int32 or int64", advice);
   check_dims(call, t, 1, 2, shapes, advice);
   const c10::SymInt& seq = size(call.q(), -3);
   check_shape(call, equal(size(*t, -1), seq), t, shapes, " with seq ", seq, ", as ", call.q_name(), " has", of_seq);
 }
 
-void check_norm(const RotateCall& call) {
+void check_norm(const Call& call) {
   const Named q_weight = weight(call, kQ), k_weight = weight(call, kK);
   check_together(call, q_weight, k_weight, "; pass both, or neither for no norm");
   ROPE_CHECK_VALUE(!(call.eager_rounding && (q_weight.tensor || call.norm_v)),
@@ -265,7 +262,7 @@ void check_norm(const RotateCall& call) {
 }
 
 // Checks the dtype of a result, and its scale, which a quantised result needs and no other one has.
-void check_format(const RotateCall& call, int side) {
+void check_format(const Call& call, int side) {
   const Named x = in(call, side), y = result(call, side), scale = rope::scale(call, side);
   if (!y.tensor) {
     ROPE_CHECK_VALUE(!scale.tensor, scale.name, " is given but must be None, because ", x.name,
@@ -290,7 +287,7 @@ void check_format(const RotateCall& call, int side) {
 }
 
 // Checks v, the results and slots. Call it after q and k have been checked.
-void check_cache(const RotateCall& call) {
+void check_cache(const Call& call) {
   const Named k_cache = result(call, kK), v_cache = result(call, kV);
   const c10::SymInt& batch = batch_of(call.q());
   check_like_q(call, in(call, kV), "; only the heads and head_dim may differ");
@@ -319,9 +316,9 @@ void check_cache(const RotateCall& call) {
 
 // Calls f(Named) for each tensor that is only read, except q, k and v.
 template <typename F>
-void for_each_parameter(const RotateCall& call, F&& f) {
-  for (const Named& t : {given("cos", call.cos), given("sin", call.sin), given("inv_freq", call.inv_freq),
-                         given("positions", call.positions), Named{"slots", call.slots}, weight(call, kQ),
+void for_each_parameter(const Call& call, F&& f) {
+  for (const Named& t : {Named{"cos", call.cos}, Named{"sin", call.sin}, Named{"inv_freq", call.inv_freq},
+                         Named{"positions", call.positions}, Named{"slots", call.slots}, weight(call, kQ),
                          weight(call, kK), scale(call, kQ), scale(call, kK), scale(call, kV)}) {
     if (t.tensor) f(t);
   }
@@ -329,7 +326,7 @@ void for_each_parameter(const RotateCall& call, F&& f) {
 
 // Calls f(Named) for each tensor of the call.
 template <typename F>
-void for_each_tensor(const RotateCall& call, F&& f) {
+void for_each_tensor(const Call& call, F&& f) {
   for (int side = 0; side < kSides; side++) {
     for (const Named& t : {in(call, side), result(call, side)}) {
       if (t.tensor) f(t);
@@ -340,7 +337,7 @@ void for_each_tensor(const RotateCall& call, F&& f) {
 
 // Checks that all tensors are on the device of q, and that none is None. From Python, None passes for an argument that
 // the schema declares as Tensor.
-void check_devices(const RotateCall& call) {
+void check_devices(const Call& call) {
   for_each_tensor(call, [&](const Named& t) {
     ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor");
     check_same_device(call, t, in(call, kQ));
@@ -350,7 +347,7 @@ void check_devices(const RotateCall& call) {
 // Checks that a tensor which is written shares no memory with another tensor or with itself. Slices of one packed
 // tensor may interleave, so they are compared byte by byte. A cache and q, k or v are not expected to be slices of one
 // tensor, so it is enough to compare their address ranges, from the first to the last byte.
-void check_overlap(const RotateCall& call) {
+void check_overlap(const Call& call) {
   enum Kind { kSide, kCache, kParameter };
   struct Used : Named {
     Kind kind;
@@ -388,9 +385,20 @@ void check_overlap(const RotateCall& call) {
   }
 }
 
+// Checks that the gradients of the results match q and k.
+void check_gradients(const Call& call) {
+  for (int side : {kQ, kK}) {
+    const Named x = in(call, side), gradient{side == kQ ? "q_out_grad" : "k_out_grad", call.sides[side].gradient};
+    ROPE_CHECK_VALUE(gradient->defined(), gradient.name, " is None but must be a tensor");
+    check_same_type(call, gradient, x);
+    check_same_shape(call, gradient, x);
+    check_same_device(call, gradient, x);
+  }
+}
+
 }  // namespace
 
-void check(const RotateCall& call, bool writes) {
+void check(const Call& call, bool in_place) {
   check_devices(call);
   check_x(call, in(call, kQ));
   if (const Named k = in(call, kK); k.tensor) {
@@ -399,19 +407,19 @@ void check(const RotateCall& call, bool writes) {
     check_same(call, kHeadDimAxis, k, in(call, kQ), may_differ);
   }
   const char* advice = "; pass one angle source: cos and sin, or inv_freq";
-  check_together(call, given("cos", call.cos), given("sin", call.sin), advice, of_complex(call.cos));
-  ROPE_CHECK_VALUE(call.cos.has_value() || call.inv_freq.has_value(),
+  check_together(call, Named{"cos", call.cos}, Named{"sin", call.sin}, advice, of_complex(call.cos));
+  ROPE_CHECK_VALUE(call.cos || call.inv_freq,
                    "cos, sin and inv_freq are None but must not all be None", advice);
-  ROPE_CHECK_VALUE(!(call.cos.has_value() && call.inv_freq.has_value()),
+  ROPE_CHECK_VALUE(!(call.cos && call.inv_freq),
                    "inv_freq is given but must be None, because cos and sin are given", advice);
   if (call.cos) check_tables(call);
   if (call.inv_freq) {
     check_inv_freq(call, *call.inv_freq, 1, "[rotary_dim / 2] or [2, rotary_dim / 2]",
                    "; for several axes, make tables with axial_cos_sin");
-    check_rotary_dim(call, given("inv_freq", call.inv_freq), "frequencies");
+    check_rotary_dim(call, Named{"inv_freq", call.inv_freq}, "frequencies");
   }
   if (call.positions) {
-    const Named positions = given("positions", call.positions);
+    const Named positions = Named{"positions", call.positions};
     const bool is_float = at::isFloatingType(positions->scalar_type()), is_deep = positions->dim() > 2;
     const bool is_v = is_float && is_deep && equal(size(*positions, -1), size(call.q(), -1));
     const char* of_axes = "; for several axes, make tables with axial_cos_sin";
@@ -426,30 +434,15 @@ void check(const RotateCall& call, bool writes) {
                    " but must be finite");
   check_norm(call);
   if (call.has_cache()) check_cache(call);
-  if (writes) check_overlap(call);
+  if (call.is_backward()) check_gradients(call);
+  if (in_place) check_overlap(call);
 }
 
-void check_gradients(const RotateCall& call, const Tensor* const (&gradients)[2]) {
-  for (int side : {kQ, kK}) {
-    const Named x{side == kQ ? "q" : "k", call.sides[side].in},
-        gradient{side == kQ ? "q_out_grad" : "k_out_grad", gradients[side]};
-    check_together(call, gradient, x);
-    if (!x.tensor) continue;
-    ROPE_CHECK_VALUE(gradient->defined(), gradient.name, " is None but must be a tensor");
-    check_same_type(call, gradient, x);
-    check_same_shape(call, gradient, x);
-    check_same_device(call, gradient, x);
-  }
-}
-
-at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq, double attention_factor,
-                             std::optional<at::ScalarType> dtype, bool axes) {
-  const struct {
-    const char* op;
-  } call{op};
+at::ScalarType check_cos_sin(const Call& call, bool axes) {
+  const Tensor &positions = *call.positions, &inv_freq = *call.inv_freq;
   ROPE_CHECK_VALUE(positions.defined(), "positions is None but must be a tensor");
   ROPE_CHECK_VALUE(inv_freq.defined(), "inv_freq is None but must be a tensor");
-  const at::ScalarType type = positions.scalar_type(), result = dtype.value_or(at::kFloat);
+  const at::ScalarType type = positions.scalar_type(), result = call.dtype.value_or(at::kFloat);
   const bool is_float = type == at::kFloat || type == at::kDouble;
   const char* advice = type == at::kHalf       ? ", because float16 has no odd number above 2048"
                        : type == at::kBFloat16 ? ", because bfloat16 has no odd number above 256"
@@ -463,7 +456,7 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
       axes ? "[axes, rotary_dim / 2] or [2, axes, rotary_dim / 2]" : "[rotary_dim / 2] or [2, rotary_dim / 2]");
   ROPE_CHECK_TYPE(is_rotatable(result), "dtype is ", NameOf{result},
                   " but must be float16, bfloat16, float32 or float64");
-  ROPE_CHECK_VALUE(std::isfinite(attention_factor), "attention_factor is ", attention_factor, " but must be finite");
+  ROPE_CHECK_VALUE(std::isfinite(call.attention_factor), "attention_factor is ", call.attention_factor, " but must be finite");
   if (axes) {
     check_shape(call, positions.dim() > 0, p, "[axes, ...]");
     const c10::SymInt &own = size(positions, 0), &needed = size(inv_freq, -2);
@@ -475,15 +468,15 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
 
 // A position selects a row of a table by position. Without slots, it also selects a cell of the sequence's block. The
 // message spells a position out as position + offset, because the caller passes the two separately.
-void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high) {
+void check_position_range(const Call& call, const Args& a, int64_t low, int64_t high) {
   int64_t first = 0, last = 0;
-  const bool overflow = __builtin_add_overflow(low, p.offset, &first) || __builtin_add_overflow(high, p.offset, &last);
+  const bool overflow = __builtin_add_overflow(low, a.offset, &first) || __builtin_add_overflow(high, a.offset, &last);
   const auto within = [&](int64_t highest) { return !overflow && first >= 0 && last <= highest; };
-  const PositionRange range = position_range(p);
-  const bool of_table = p.source == kTableByPosition && !within(p.table_rows - 1);
+  const PositionRange range = position_range(a);
+  const bool of_table = a.source == kTableByPosition && !within(a.table_rows - 1);
   TORCH_CHECK_INDEX(!range.limited || within(range.last), call.op, ": positions go from ", low, " to ", high,
-                    " with offset ", p.offset, " but position + offset must be at least 0 and below ",
-                    of_table ? p.table_rows : p.block_size, ", ",
+                    " with offset ", a.offset, " but position + offset must be at least 0 and below ",
+                    of_table ? a.table_rows : a.block_size, ", ",
                     of_table ? "the number of rows of cos" : "the block_size (or max_seq) of k_cache");
 }
 

@@ -20,7 +20,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 
 #include "args.h"
 
@@ -37,7 +36,7 @@ inline rope_int power_of_two(rope_int n) {
 
 // Returns whether heads can be cut into whole vectors of this many channels, with no vector across the first, the
 // middle or the last of the rotated channels.
-inline bool fits(const Layout& p, int vector) {
+inline bool fits(const Args& p, int vector) {
   return p.rotary_start % vector == 0 && p.rotary_dim / 2 % vector == 0 && p.sides[kQ].head_dim % vector == 0;
 }
 
@@ -47,14 +46,14 @@ struct Chunks {
   rope_int all;
 };
 // rest: the channels that are not rotated need chunks too.
-inline Chunks chunks_of(const Layout& p, int vector, bool rest) {
+inline Chunks chunks_of(const Args& p, int vector, bool rest) {
   const rope_int rotated = p.rotary_dim / 2 / vector;
   return {rotated, rotated + (rest ? ceil_div(p.sides[kQ].head_dim - p.rotary_dim, 2 * vector) : 0)};
 }
 
 // Returns whether channels that are not rotated are written too. A norm scales them; without a norm they only have to
 // be copied to a result that is not the input itself.
-inline bool writes_rest(const Layout& p, bool q_in_place, bool k_in_place) {
+inline bool writes_rest(const Args& p, bool q_in_place, bool k_in_place) {
   return p.sides[kQ].norm || !q_in_place || ((p.sides[kK].heads || p.sides[kV].heads) && !k_in_place);
 }
 
@@ -74,22 +73,21 @@ inline bool is_aligned(uintptr_t start, const rope_int* strides, const rope_int*
 // ---- simpler calls ----
 
 // Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
-// of one token, is then one sequence, whose tokens a GPU divides like others. before: the strides of other tensors
-// [batch, seq, ...] of the call.
-inline void merge_batch(RopeParams& p, std::initializer_list<rope_int*> before = {}) {
+// of one token, is then one sequence, whose tokens a GPU divides like others.
+inline void merge_batch(Args& p) {
   if (p.batch == 1 || (p.has_cache && !p.has_slots)) return;  // without slots, sequence b is written to block b
-  rope_int* strides[12] = {p.slots};
+  rope_int* strides[14] = {p.slot_strides};
   int n = 1;
-  for (rope_int* other : before) strides[n++] = other;
   if (p.source == kTableByToken || p.source == kTableByHead) {
-    strides[n++] = p.cos, strides[n++] = p.sin;
+    strides[n++] = p.cos_strides, strides[n++] = p.sin_strides;
   } else {
-    strides[n++] = p.positions;
+    strides[n++] = p.position_strides;
   }
   for (Side& side : p.sides) {
     if (side.heads == 0) continue;
-    strides[n++] = side.in;
-    if (&side == p.sides || !p.has_cache) strides[n++] = side.out;
+    strides[n++] = side.in_strides;
+    if (side.before) strides[n++] = side.before_strides;
+    if (&side == p.sides || !p.has_cache) strides[n++] = side.out_strides;
   }
   const auto follow = [&](const rope_int* s) { return p.seq == 1 || s[0] == p.seq * s[1]; };
   if (!std::all_of(strides, strides + n, follow)) return;
@@ -101,19 +99,19 @@ inline void merge_batch(RopeParams& p, std::initializer_list<rope_int*> before =
 // Changes a call to one that a plan cuts more evenly, with the same results. If heads of k have no channels, v is
 // alone. A v with wider heads than k gets heads of k's head_dim, if their channels are alike: the latent of MLA, for
 // example, is one head of 512 channels beside a k of 64.
-inline void simplify(RotateArgs& a) {
-  Side &q = a.params.sides[kQ], &k = a.params.sides[kK], &v = a.params.sides[kV];
+inline void simplify(Args& a) {
+  Side &q = a.sides[kQ], &k = a.sides[kK], &v = a.sides[kV];
   const auto adjacent = [&](const rope_int* strides) {
     return strides[3] == 1 && (v.heads == 1 || strides[2] == v.head_dim);
   };
   if (q.head_dim == 0) {
     q.heads = k.heads = 0;
     q.head_dim = v.head_dim;
-  } else if (v.heads && v.head_dim % q.head_dim == 0 && !v.norm && !v.scale && adjacent(v.in) && adjacent(v.out)) {
+  } else if (v.heads && v.head_dim % q.head_dim == 0 && !v.norm && !v.scale_stride && adjacent(v.in_strides) && adjacent(v.out_strides)) {
     v.heads *= v.head_dim / q.head_dim;
-    v.head_dim = v.in[2] = v.out[2] = q.head_dim;
+    v.head_dim = v.in_strides[2] = v.out_strides[2] = q.head_dim;
   }
-  merge_batch(a.params);
+  merge_batch(a);
 }
 
 }  // namespace rope

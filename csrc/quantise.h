@@ -6,7 +6,7 @@
 #ifndef ROPE_QUANTISE_H
 #define ROPE_QUANTISE_H
 
-#include "params.h"
+#include "args.h"
 #include "rotation.h"
 
 namespace rope {

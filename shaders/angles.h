@@ -77,7 +77,7 @@ inline void read_parameters(bool native, device const void* base, I at, I stride
 // or of k. It matters only if k_by_head, otherwise all heads of the token have these angles.
 template <typename T, int V, typename I>
 inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, I head, uint chunk) {
-  constant Layout& p = r.params;
+  constant Args& p = r;
   Angles<V> a;
   a.one = r.one;
   const RoundedStep<T> step = {r.one};
@@ -86,16 +86,16 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
   if (token.valid && k_source == kInvFreq) {
 #pragma unroll
     for (int i = 0; i < V; i++)
-      angle_of(token.position, frequency_at(x.inv_freq, (column + I(i)) * I(p.inv_freq[1]), I(p.inv_freq[0])), a.cos[i],
+      angle_of(token.position, frequency_at(x.inv_freq, (column + I(i)) * I(p.inv_freq_strides[1]), I(p.inv_freq_strides[0])), a.cos[i],
                a.sin[i]);
   } else if (token.valid) {
     const I row = k_source == kTableByPosition ? I(token.position) : token.s;
-    // cos and sin are element offsets here: x.cos and x.sin are the tables, p.cos and p.sin their strides, and a.cos
+    // cos and sin are element offsets here: x.cos and x.sin are the tables, p.cos_strides and p.sin_strides their strides, and a.cos
     // and a.sin the values that are read.
-    const I cos = token.b * I(p.cos[0]) + row * I(p.cos[1]) + head * I(p.cos[2]) + column * I(p.cos[3]);
-    const I sin = token.b * I(p.sin[0]) + row * I(p.sin[1]) + head * I(p.sin[2]) + column * I(p.sin[3]);
-    read_parameters<T, V>(k_native_tables != 0, x.cos, cos, I(p.cos[3]), k_table_vectors != 0, a.cos);
-    read_parameters<T, V>(k_native_tables != 0, x.sin, sin, I(p.sin[3]), k_table_vectors != 0, a.sin);
+    const I cos = token.b * I(p.cos_strides[0]) + row * I(p.cos_strides[1]) + head * I(p.cos_strides[2]) + column * I(p.cos_strides[3]);
+    const I sin = token.b * I(p.sin_strides[0]) + row * I(p.sin_strides[1]) + head * I(p.sin_strides[2]) + column * I(p.sin_strides[3]);
+    read_parameters<T, V>(k_native_tables != 0, x.cos, cos, I(p.cos_strides[3]), k_table_vectors != 0, a.cos);
+    read_parameters<T, V>(k_native_tables != 0, x.sin, sin, I(p.sin_strides[3]), k_table_vectors != 0, a.sin);
   }
   for (int i = 0; i < V; i++) {
     if (k_scaled && k_rounding != kOnce) {

@@ -17,7 +17,7 @@ struct Chunk {
 
 // Returns the first channel of vector `index` of those that are not rotated.
 template <int V, typename I>
-inline I unrotated_channel(constant Layout& p, I index) {
+inline I unrotated_channel(constant Args& p, I index) {
   const I channel = index * V;
   return channel < I(p.rotary_start) ? channel : channel + I(p.rotary_dim);
 }
@@ -26,7 +26,7 @@ inline I unrotated_channel(constant Layout& p, I index) {
 // vector.
 template <int V, typename I>
 inline Chunk<V, I> chunk_at(constant TiledParams& r, uint index) {
-  constant Layout& p = r.params;
+  constant Args& p = r;
   if (index < r.rotated) {
     const I first = I(p.rotary_start) + first_channel(I(index) * V, k_interleaved);
     return {index, first, first + (k_interleaved ? I(V) : I(p.rotary_dim / 2)), V, V, true};

@@ -9,18 +9,18 @@ inline P position_at(device const void* positions, ulong i) {
 }
 // Returns the position with index i, which has an integer type.
 inline long whole_number(device const void* positions, ulong i) {
-  const PositionType type = PositionType(k_position_type);
-  return type == PositionType::kInt8    ? long(position_at<char>(positions, i))
-         : type == PositionType::kUInt8 ? long(position_at<uchar>(positions, i))
-         : type == PositionType::kInt16 ? long(position_at<short>(positions, i))
-         : type == PositionType::kInt32 ? long(position_at<int>(positions, i))
+  const DType type = DType(k_position_dtype);
+  return type == DType::kInt8    ? long(position_at<char>(positions, i))
+         : type == DType::kUInt8 ? long(position_at<uchar>(positions, i))
+         : type == DType::kInt16 ? long(position_at<short>(positions, i))
+         : type == DType::kInt32 ? long(position_at<int>(positions, i))
                                         : position_at<long>(positions, i);
 }
 
 // Returns the angle of one axis, in turns: fraction + rest, as turns_of in csrc/angle.h does.
 inline void turns_at(device const void* positions, ulong i, Frequency inv_freq, thread float& fraction,
                      thread float& rest) {
-  if (PositionType(k_position_type) < PositionType::kFloat) {
+  if (DType(k_position_dtype) > DType::kDouble) {
     turns_of_position(whole_number(positions, i), inv_freq, fraction, rest);
   } else {
     float turns_hi, turns_lo;
@@ -35,18 +35,18 @@ inline void turns_at(device const void* positions, ulong i, Frequency inv_freq, 
 // angle is the sum over the axes.
 template <typename T>
 ROPE_KERNEL(kThreads)
-void cos_sin_kernel(constant CosSinParams& p [[buffer(0)]], device const void* positions [[buffer(1)]],
+void cos_sin_kernel(constant CosSinArgs& p [[buffer(0)]], device const void* positions [[buffer(1)]],
                     device const float* inv_freq [[buffer(2)]], device T* cos_out [[buffer(3)]],
                     device T* sin_out [[buffer(4)]], uint2 at [[thread_position_in_grid]],
                     uint2 size [[threads_per_grid]]) {
   const ulong to = ulong(at.y) * size.x + at.x;
-  ulong position = ulong(at.y) * ulong(p.positions[1]), freq = ulong(at.x) * ulong(p.inv_freq[2]);
-  const ulong part = ulong(p.inv_freq[0]);
+  ulong position = ulong(at.y) * ulong(p.position_strides[1]), freq = ulong(at.x) * ulong(p.inv_freq_strides[2]);
+  const ulong part = ulong(p.inv_freq_strides[0]);
   float fraction = 0.0f, rest = 0.0f, cos, sin;
   if (p.axes) turns_at(positions, position, frequency_at(inv_freq, freq, part), fraction, rest);
   for (long axis = 1; axis < p.axes; axis++) {
-    position += ulong(p.positions[0]);
-    freq += ulong(p.inv_freq[1]);
+    position += ulong(p.position_strides[0]);
+    freq += ulong(p.inv_freq_strides[1]);
     float more_fraction, more_rest;
     turns_at(positions, position, frequency_at(inv_freq, freq, part), more_fraction, more_rest);
     add_turns(more_fraction, more_rest, fraction, rest);

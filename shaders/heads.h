@@ -23,20 +23,20 @@ struct TokenSide {
 
 template <typename T, typename I>
 inline TokenSide<T, I> side_of_token(constant TiledParams& r, Buffers<T> x, Token<I> token, int side) {
-  constant Side& own = r.params.sides[side];
+  constant Side& own = r.args.sides[side];
   const bool to_cache = k_tensors == kSides && side != kQ;
   TokenSide<T, I> of_token;
   of_token.out = of_side(side, x.q_out, x.k_out, x.v_out);
-  of_token.out_at = offset_of(own.out, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, I(0));
+  of_token.out_at = offset_of(own.out_strides, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, I(0));
   of_token.in =
       has(k_in_place, side) ? static_cast<device const T*>(of_token.out) : of_side(side, x.q_in, x.k_in, x.v_in);
-  of_token.in += offset_of(own.in, token.b, token.s, I(0));
-  of_token.in_head = I(own.in[2]);
-  of_token.in_channel = I(own.in[3]);
-  of_token.out_head = I(own.out[2]);
-  of_token.out_channel = I(own.out[3]);
+  of_token.in += offset_of(own.in_strides, token.b, token.s, I(0));
+  of_token.in_head = I(own.in_strides[2]);
+  of_token.in_channel = I(own.in_strides[3]);
+  of_token.out_head = I(own.out_strides[2]);
+  of_token.out_channel = I(own.out_strides[3]);
   of_token.scale = of_side(side, x.q_scale, x.k_scale, x.v_scale);
-  of_token.scale_head = I(own.scale);
+  of_token.scale_head = I(own.scale_stride);
   return of_token;
 }
 
@@ -169,7 +169,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
       float scale = 1.0f;
       if (k_normalised) {
         const Numbers<V> n = to<float>(given[i]);
-        scale = scale_of(sum_over_lanes(sum_of_products(n, n, chunk)), r.params.sides[kQ].head_dim, r.params);
+        scale = scale_of(sum_over_lanes(sum_of_products(n, n, chunk)), r.args.sides[kQ].head_dim, r.args);
       }
       if (!present[i] || !heads[i].written) continue;
       if (has(k_normalised, side) && side != kV && side != weights_for) {
@@ -197,7 +197,7 @@ inline Chunk<V, I> moved(Chunk<V, I> c, I by, I end) {
 // every threads-th chunk.
 template <typename T, int V, typename I>
 inline void copy_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint index, uint threads) {
-  constant Side& v = r.params.sides[kV];
+  constant Side& v = r.args.sides[kV];
   const uint end = uint(v.head_dim), chunks = (end + 2 * V - 1) / (2 * V), all = chunks * uint(v.heads);
   if (!token.cached) return;
   const TokenSide<T, I> of_token = side_of_token(r, x, token, kV);

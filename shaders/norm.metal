@@ -28,8 +28,8 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
     if (inside) copy_v<T, V>(r, x, token, team * lanes + lane, teams * lanes);
     return;
   }
-  const uint heads = uint(r.params.sides[kV].heads);
-  const I end = I(r.params.sides[kV].head_dim), span = I(r.params.sides[kQ].head_dim);
+  const uint heads = uint(r.args.sides[kV].heads);
+  const I end = I(r.args.sides[kV].head_dim), span = I(r.args.sides[kQ].head_dim);
   const TokenSide<T, I> of_token = side_of_token(r, x, token, kV);
   for (uint first = 0; first < heads; first += teams) {  // all threads reach the sums
     const bool present = inside && first + team < heads;
@@ -49,7 +49,7 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
     }
     const float all = sum_spans ? of_spans.value() : sum_over_lanes(squares.value());
     if (!head.written) continue;
-    const float scale = scale_of(all, r.params.sides[kV].head_dim, r.params);
+    const float scale = scale_of(all, r.args.sides[kV].head_dim, r.args);
     for (I begin = 0; begin < end; begin += span) {
       for (uint index = lane; index < chunks; index += lanes) {
         const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);
@@ -107,7 +107,7 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
                              uint2 at [[threadgroup_position_in_grid]], uint2 threads [[threads_per_threadgroup]],
                              uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
-  constant Layout& p = r.params;
+  constant Args& p = r;
   const uint simds = threads.x / kSimd, team = at.x * simds + simd;
   if (!k_all_heads && team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
   Share own = {simd, at.x};

@@ -13,7 +13,7 @@ struct Factors {
   float scale, common;
 };
 // channels: how many are normalised together; squares: the sum of x^2 over them; products: the sum of g w x.
-inline Factors factors_of(float squares, float products, rope_int channels, constant Layout& p) {
+inline Factors factors_of(float squares, float products, rope_int channels, constant Args& p) {
   const float scale = scale_of(squares, channels, p);
   return {scale, -(scale * scale * precise::divide(products, float(channels)))};
 }
@@ -29,7 +29,7 @@ template <typename T, int V>
 inline BackwardChunk<V> backward_chunk_at(constant NormBackward& n, Buffers<T> buffers, device const T* x,
                                           Token<ulong> token, Head<T, ulong> head, Chunk<V, ulong> chunk,
                                           Angles<V> angles, Numbers<V> weights) {
-  constant rope_int* strides = n.before[head.side];
+  constant rope_int* strides = n.rotate.args.sides[head.side].before_strides;
   BackwardChunk<V> c;
   c.x = to<float>(read(x + offset_of(strides, token.b, token.s, head.index), ulong(strides[3]), chunk));
   c.gradient = to<float>(read(head.in, head.in_stride, chunk));
@@ -65,7 +65,7 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
                           uint2 threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
-  constant Layout& p = r.params;
+  constant Args& p = r;
   const int side = int(at.y);
   device const T* x = side == kQ ? q_before : k_before;
   const ulong head_dim = ulong(p.sides[kQ].head_dim), begin = ulong(at.x) * n.part_items,
@@ -124,7 +124,7 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
                                uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
-  constant Layout& p = r.params;
+  constant Args& p = r;
   const int side = int(at.y);
   device const T* x = side == kQ ? q_before : k_before;
   const ulong head_dim = ulong(p.sides[kQ].head_dim), all_heads = ulong(p.sides[side].heads);

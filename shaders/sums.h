@@ -44,7 +44,7 @@ inline float sum_of_products(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
 // Returns the weights of q's or k's norm for the channels of a chunk. head: matters only if the norm is over all heads.
 template <typename T, int V, typename I>
 inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int side, I head, Chunk<V, I> c) {
-  constant rope_int* strides = r.params.sides[side].weight;
+  constant rope_int* strides = r.args.sides[side].weight_strides;
   device const void* from = side == kQ ? x.q_weight : x.k_weight;
   const I row = head * I(strides[0]), stride = I(strides[1]);
   const bool native = has(k_native_weights, side), vectors = k_weight_vectors != 0;
@@ -68,8 +68,8 @@ inline Numbers<V> product(Numbers<V> x, float y) {
 
 // Returns the factor by which the norm multiplies every channel: 1 / sqrt(mean of the squares + norm_eps). channels:
 // how many are normalised together.
-inline float scale_of(float squares, rope_int channels, constant Layout& p) {
-  return precise::divide(1.0f, precise::sqrt(precise::divide(squares, float(channels)) + p.norm_eps));
+inline float scale_of(float squares, rope_int channels, constant Args& p) {
+  return precise::divide(1.0f, precise::sqrt(precise::divide(squares, float(channels)) + p.narrow_eps));
 }
 
 // How threads divide the chunks of many heads, so that neighbouring threads take neighbouring chunks, and a thread has

@@ -22,19 +22,19 @@ struct Token {
 // Returns token number t of all sequences.
 template <typename I, typename T>
 inline Token<I> token_at(constant TiledParams& r, Buffers<T> x, uint t) {
-  constant Layout& p = r.params;
+  constant Args& p = r;
   const uint sequence = t / uint(p.seq);
   const I b = sequence, s = t - sequence * uint(p.seq);
   const long given_position =
-      k_position_bytes ? integer_at(x.positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
-                       : long(s) * p.positions[1];
+      k_position_bytes ? integer_at(x.positions, k_position_bytes, b * I(p.position_strides[0]) + s * I(p.position_strides[1]))
+                       : long(s) * p.position_strides[1];
   // The sum may wrap around. That is an error only if there is a range: with inv_freq every position is valid.
   const long position = long(ulong(given_position) + ulong(p.offset));
   const bool wrapped = (position < given_position) != (p.offset < 0);
   bool valid = !r.has_range || (position >= 0 && position <= r.last_position && !wrapped);
   long slot = 0;
   if (k_slot_bytes) {
-    slot = integer_at(x.slots, k_slot_bytes, b * I(p.slots[0]) + s * I(p.slots[1]));
+    slot = integer_at(x.slots, k_slot_bytes, b * I(p.slot_strides[0]) + s * I(p.slot_strides[1]));
     valid = valid && slot < p.blocks * p.block_size;
   }
   const bool cached = valid && slot >= 0;

@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "../ops.h"
+#include "../backend.h"
 #include "kernels.h"
 
 namespace rope::cpu {
@@ -41,13 +41,13 @@ auto integers(const void* data, bool wide, const rope_int* strides) {
 
 // Raises IndexError if a position or a slot is out of range. Runs before anything is written. The position of a pad, a
 // token with a negative slot, may be any number.
-void check_ranges(const RotateCall& call, const RotateArgs& a) {
-  const RopeParams& p = a.params;
+void check_ranges(const Call& call, const Args& a) {
+  const Args& p = a;
   const bool limited = position_range(p).limited;
   if (!call.slots && !(limited && call.positions)) return;  // the others are checked already
-  const auto position_at = integers(a.positions, a.wide_positions, p.positions),
-             slot_at = integers(a.slots, a.wide_slots, p.slots);
-  const bool shared = !call.slots && p.positions[0] == 0;  // all sequences have the positions of the first one
+  const auto position_at = integers(a.positions, a.wide_positions, p.position_strides),
+             slot_at = integers(a.slots, a.wide_slots, p.slot_strides);
+  const bool shared = !call.slots && p.position_strides[0] == 0;  // all sequences have the positions of the first one
   int64_t low = INT64_MAX, high = INT64_MIN, last_slot = -1;
   for (int64_t b = 0; b < (shared ? 1 : p.batch); b++) {
     for (int64_t s = 0; s < p.seq; s++) {
@@ -66,10 +66,10 @@ void check_ranges(const RotateCall& call, const RotateArgs& a) {
 
 // Raises IndexError if two tokens write one cell: which of them stays would be chance. Runs after check_ranges, before
 // anything is written.
-void check_cells(const RotateCall& call, const RotateArgs& a) {
-  const RopeParams& p = a.params;
+void check_cells(const Call& call, const Args& a) {
+  const Args& p = a;
   if (!p.has_cache || !(call.slots ? p.batch * p.seq > 1 : call.positions && p.seq > 1)) return;
-  const rope_int* const strides = call.slots ? p.slots : p.positions;
+  const rope_int* const strides = call.slots ? p.slot_strides : p.position_strides;
   const auto given =
       call.slots ? integers(a.slots, a.wide_slots, strides) : integers(a.positions, a.wide_positions, strides);
   // Without slots, all sequences may share the positions of the first one; each has a block of its own.
@@ -121,7 +121,7 @@ void parallel(int64_t n, int64_t work_per_item, const Kernel<Args>& kernel, cons
 }
 
 // Returns the number of elements of q, k and v that belong to a token.
-int64_t elements_of_token(const RopeParams& p) {
+int64_t elements_of_token(const Args& p) {
   int64_t n = 0;
   for (const Side& side : p.sides) n += side.heads * side.head_dim;
   return n;
@@ -138,15 +138,15 @@ struct Cpu : AnyBackend {
     return at::detail::empty_strided_cpu(x.sizes(), x.strides(), x.options());
   }
 
-  static void check(const RotateCall& call, const RotateArgs& a) {
-    if (is_empty(a.params)) return;
+  static void check(const Call& call, const Args& a) {
+    if (is_empty(a)) return;
     check_ranges(call, a);
     check_cells(call, a);
   }
 
-  static void rotate(const RotateCall&, const RotateArgs& a) {
-    TunedRotateArgs r{a, false, false};
-    const RopeParams& p = r.params;
+  static void rotate(const Call&, const Args& a) {
+    TunedArgs r{a, false, false};
+    const Args& p = r;
     const int64_t tokens = p.batch * p.seq, of_token = elements_of_token(p),
                   bytes = tokens * of_token * size_of(r.x_dtype);
     r.fetch = bytes >= kFetchBytes;
@@ -154,9 +154,9 @@ struct Cpu : AnyBackend {
     parallel(tokens, of_token, kernels().rotate, r);
   }
 
-  static void norm_backward(const NormBackwardCall& call, const NormBackwardArgs& a) {
-    SlicedNormBackwardArgs n{a, 0, nullptr};
-    const RopeParams& p = n.rotate.params;
+  static void norm_backward(const Call& call, const Args& a) {
+    SlicedArgs n{a, 0, nullptr};
+    const Args& p = n;
     // The gradients of the weights are sums over all tokens: over those of each slice, which one thread sums, and then
     // over the slices in their order. The size of a slice follows from the shapes alone, so the number of threads does
     // not change a bit of the result. A slice has at least about kGrain elements, and there are at most 256 slices, or
@@ -165,7 +165,7 @@ struct Cpu : AnyBackend {
                   most = p.sides[kQ].norm == kAllHeads ? 128 : 256;
     n.slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, of_token), (tokens + most - 1) / most});
     const int64_t slices = (tokens + n.slice - 1) / n.slice;
-    const Tensor &q_grad = *call.weight_grad[kQ], &k_grad = *call.weight_grad[kK];
+    const Tensor &q_grad = *call.sides[kQ].weight_grad, &k_grad = *call.sides[kK].weight_grad;
     const int64_t weights = q_grad.numel() + k_grad.numel();
     const Tensor sums = at::empty({slices, weights}, q_grad.options().dtype(at::kDouble));
     double* const sum = n.sums = sums.mutable_data_ptr<double>();
@@ -179,24 +179,19 @@ struct Cpu : AnyBackend {
     k_grad.copy_(sums[0].narrow(0, q_grad.numel(), k_grad.numel()).view_as(k_grad));
   }
 
-  // Divides the entries among threads, not the table rows: a table may have many more rows than there are tokens.
-  static void table_backward(const TableBackwardCall& call, const TableBackwardArgs& t) {
-    const TokensOfRows& tokens = t.tokens;
-    if (tokens.listed || tokens.rows != tokens.entries) call.zero();
-    parallel(tokens.entries, tokens.sequences * elements_of_token(t.rotate.params), kernels().table_backward, t);
-  }
-
-  static void cos_sin(const CosSinCall& call) {
-    const Tensor positions = call.positions.to(at::kDouble).contiguous(), wide = call.inv_freq.to(at::kDouble),
+  static void cos_sin(const Call& call) {
+    const Tensor positions = call.positions->to(at::kDouble).contiguous(), wide = call.inv_freq->to(at::kDouble),
                  inv_freq = wide.dim() == 3 ? wide.sum(0) : wide.contiguous();
-    const CosSinArgs c = call.args(positions, inv_freq);
+    Call wide_call = call;
+    wide_call.positions = &positions, wide_call.inv_freq = &inv_freq;
+    const CosSinArgs c = wide_call.cos_sin_args();
     // The angle of a pair on one axis counts as much work as 8 elements of a rotation.
-    parallel(c.params.tokens, 8 * c.params.axes * c.params.pairs, kernels().cos_sin, c);
+    parallel(c.tokens, 8 * c.axes * c.pairs, kernels().cos_sin, c);
   }
 };
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, CPU, m) { register_ops<Cpu>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, CPU, m) { register_backend<Cpu>(m); }
 
 }  // namespace rope::cpu

@@ -10,15 +10,15 @@
 
 namespace rope::cpu {
 
-// RotateArgs, and how to access memory.
-struct TunedRotateArgs : RotateArgs {
+// The arguments of a rotation, and how to access memory.
+struct TunedArgs : Args {
   bool stream;  // write results past the caches
   bool fetch;   // prefetch memory
 };
 
-// NormBackwardArgs, and how the gradients of the weights are summed. The tokens are cut into slices of this size, and
-// the tokens of a slice are summed in their order.
-struct SlicedNormBackwardArgs : NormBackwardArgs {
+// The arguments of the backward of a norm, and how the gradients of the weights are summed. The tokens are cut into
+// slices of this size, and the tokens of a slice are summed in their order.
+struct SlicedArgs : Args {
   int64_t slice;
   double* sums;  // [slices, weights of q, then those of k]
 };
@@ -32,11 +32,8 @@ struct Kernel {
 
 struct Kernels {
   const char* name;
-  Kernel<TunedRotateArgs> rotate;                // items: tokens. Writes v too, if there is one
-  Kernel<SlicedNormBackwardArgs> norm_backward;  // items: slices
-  // Items: the entries of table rows, see TokensOfRows; their index in `order` if entries are listed, otherwise the
-  // entries themselves. Writes the rows whose first entry is in [begin, end), but no row without entries.
-  Kernel<TableBackwardArgs> table_backward;
+  Kernel<TunedArgs> rotate;                // items: tokens. Writes v too, if there is one
+  Kernel<SlicedArgs> norm_backward;  // items: slices
   Kernel<CosSinArgs> cos_sin;  // items: tokens. positions and inv_freq must be double and contiguous
 };
 

@@ -13,7 +13,7 @@ struct Factor {
   template <typename Args>
   ROPE_FN static Factor of(const Args& a) {
     if constexpr (sizeof(A) == 8) return {A(a.attention_factor), A(0)};
-    return {A(a.params.factor_hi), A(a.params.factor_lo)};
+    return {A(a.factor_hi), A(a.factor_lo)};
   }
   ROPE_FN A times(A x) const { return scaled(x, hi, lo); }
   template <int V>
@@ -34,7 +34,7 @@ struct Frequencies {
 
   template <typename Args>
   ROPE_FN static Frequencies of(const Args& a, rope_int stride) {
-    return {a.inv_freq, a.inv_freq_dtype == DType::kDouble, a.params.split_inv_freq != 0, a.params.inv_freq[0], stride};
+    return {a.inv_freq, a.inv_freq_dtype == DType::kDouble, a.split_inv_freq != 0, a.inv_freq_strides[0], stride};
   }
 
   // Reads n frequencies from `at` on, as sums of two numbers: in float32 the turns per position, see

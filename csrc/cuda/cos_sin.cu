@@ -7,13 +7,13 @@ namespace {
 // Returns element i of positions, which may have any dtype, as a double.
 ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
   const auto as = [&](auto tag) { return double(static_cast<const decltype(tag)*>(c.positions)[i]); };
-  const PositionType type = c.params.position_type;
-  if (type == PositionType::kInt8) return as(int8_t());
-  if (type == PositionType::kUInt8) return as(uint8_t());
-  if (type == PositionType::kInt16) return as(int16_t());
-  if (type == PositionType::kInt32) return as(int32_t());
-  if (type == PositionType::kInt64) return as(int64_t());
-  return type == PositionType::kFloat ? as(float()) : as(double());
+  const DType type = c.position_dtype;
+  if (type == DType::kInt8) return as(int8_t());
+  if (type == DType::kUInt8) return as(uint8_t());
+  if (type == DType::kInt16) return as(int16_t());
+  if (type == DType::kInt32) return as(int32_t());
+  if (type == DType::kInt64) return as(int64_t());
+  return type == DType::kFloat ? as(float()) : as(double());
 }
 
 // A thread computes V adjacent columns of a table row at a time. several: the angle is a sum over any number of axes;
@@ -21,20 +21,20 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
 template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
-  const CosSinParams& p = c.params;
+  const CosSinArgs& p = c;
   wait_for_previous_kernel();
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
   const auto factor = Factor<A>::of(c);
-  const auto frequencies = Frequencies::of(c, p.inv_freq[2]);
+  const auto frequencies = Frequencies::of(c, p.inv_freq_strides[2]);
   for (int64_t first = int64_t(threadIdx.x) * V; first < p.pairs; first += int64_t(blockDim.x) * V) {
     CosSin<A, V> angles;
     Angle<A> sums[V] = {};
     for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
       A hi[V], lo[V];
-      frequencies.read<V>(axis * p.inv_freq[1] + first * p.inv_freq[2], hi, lo);
+      frequencies.read<V>(axis * p.inv_freq_strides[1] + first * p.inv_freq_strides[2], hi, lo);
       for (int i = 0; i < V; i++) {
         const auto angle = angle_of(position, hi[i], lo[i]);
         if constexpr (several) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(cons
 }  // namespace
 
 cudaError_t cos_sin(const CosSinArgs& c, Queue queue) {
-  const CosSinParams& p = c.params;
+  const CosSinArgs& p = c;
   return with_type(c.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);

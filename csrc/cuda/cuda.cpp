@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "../ops.h"
+#include "../backend.h"
 #include "kernels.h"
 
 #ifndef ROPE_CUDA_KEY
@@ -61,13 +61,13 @@ struct Device {
 
 struct Cuda : AnyBackend {
   // The kernel asserts positions and slots: to read them here would wait for the GPU.
-  static void check(const RotateCall& call, const RotateArgs& a) {
-    const rope_int head_dim = std::max(a.params.sides[kQ].head_dim, a.params.sides[kV].head_dim);
+  static void check(const Call& call, const Args& a) {
+    const rope_int head_dim = std::max(a.sides[kQ].head_dim, a.sides[kV].head_dim);
     TORCH_CHECK_NOT_IMPLEMENTED(head_dim <= INT_MAX, call.op, ": head_dim is ", head_dim, " but must be at most ",
                                 INT_MAX, " on CUDA");
   }
 
-  static void rotate(const RotateCall& call, RotateArgs& a) {
+  static void rotate(const Call& call, Args& a) {
     const Device device(call.q());
     simplify(a);
     const RotatePlan plan = plan_rotate(a, device.processors());
@@ -75,30 +75,27 @@ struct Cuda : AnyBackend {
     C10_CUDA_CHECK((plan.usual ? rotate_usually : rotate_generally)(a, plan, device.queue()));
   }
 
-  static void norm_backward(const NormBackwardCall& call, NormBackwardArgs& n) {
-    const Device device(call.rotate.q());
-    merge_batch(n.rotate.params, {n.x[kQ].strides, n.x[kK].strides});
-    const BackwardPlan plan = plan_norm_backward(n);
-    const Tensor sums = at::empty({plan.sums}, call.rotate.q().options().dtype(at::kDouble));
-    void* const weight_grad[2] = {call.weight_grad[kQ]->mutable_data_ptr(), call.weight_grad[kK]->mutable_data_ptr()};
-    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(), weight_grad, device.queue()));
+  static void norm_backward(const Call& call, Args& a) {
+    const Device device(call.q());
+    merge_batch(a);
+    const BackwardPlan plan = plan_norm_backward(a);
+    const Tensor sums = at::empty({plan.sums}, call.q().options().dtype(at::kDouble));
+    void* const weight_grad[2] = {call.sides[kQ].weight_grad->mutable_data_ptr(),
+                                  call.sides[kK].weight_grad->mutable_data_ptr()};
+    C10_CUDA_CHECK(cuda::norm_backward(a, plan, sums.mutable_data_ptr<double>(), weight_grad, device.queue()));
   }
 
-  static void table_backward(const TableBackwardCall& call, const TableBackwardArgs& b) {
-    const Device device(call.rotate.q());
-    const Plan plan = plan_table_backward(b);
-    if (plan.grid.x != 0) C10_CUDA_CHECK(cuda::table_backward(b, plan, device.queue()));
-  }
-
-  static void cos_sin(const CosSinCall& call) {
-    const Device device(call.positions);
-    const Tensor positions = call.positions.contiguous();
-    C10_CUDA_CHECK(cuda::cos_sin(call.args(positions, call.inv_freq), device.queue()));
+  static void cos_sin(const Call& call) {
+    const Device device(*call.positions);
+    const Tensor positions = call.positions->contiguous();
+    Call with_contiguous = call;
+    with_contiguous.positions = &positions;
+    C10_CUDA_CHECK(cuda::cos_sin(with_contiguous.cos_sin_args(), device.queue()));
   }
 };
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, ROPE_CUDA_KEY, m) { register_ops<Cuda>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, ROPE_CUDA_KEY, m) { register_backend<Cuda>(m); }
 
 }  // namespace rope::cuda

@@ -12,11 +12,11 @@ struct Piece {
   int side;
   rope_int head, first = 0;  // of the head in its side; its first channel
 
-  ROPE_FN Piece(const RotateArgs& a, const Tiling& t, rope_int at) {
+  ROPE_FN Piece(const Args& a, const Tiling& t, rope_int at) {
     side = int(at >= t.starts[kK]) + int(at >= t.starts[kV]);
     head = at - t.starts[side];
     if (side != kV || t.pieces == 1) return;
-    first = head % t.pieces * a.params.sides[kQ].head_dim;
+    first = head % t.pieces * a.sides[kQ].head_dim;
     head /= t.pieces;
   }
 };
@@ -28,8 +28,8 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<rope_int>& chunk, GroupThreads& 
   using T = typename S::T;
   using A = typename S::A;
   constexpr int V = S::V;
-  const RotateArgs& a = token.a;
-  const RopeParams& p = a.params;
+  const Args& a = token.a;
+  const Args& p = a;
   const Tiling& t = token.tiling;
   // Calls f(head) for each chunk of this thread in some heads of the list.
   const auto for_chunks = [&](rope_int from, rope_int to, auto&& f) {
@@ -40,7 +40,7 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<rope_int>& chunk, GroupThreads& 
   };
   const auto read = [&](const Piece& h) {
     const Side& side = p.sides[h.side];
-    return token.template heads<const T>(a.sides[h.side].in, side.in, false, side.head_dim - 1)
+    return token.template heads<const T>(side.in, side.in_strides, false, side.head_dim - 1)
         .read(h.head, chunk.after(h.first));
   };
   const Piece one(a, t, begin < end ? begin : end - 1);
@@ -66,7 +66,7 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<rope_int>& chunk, GroupThreads& 
                to_cell = h.side != kQ && p.has_cache;
     if ((to_cell && token.block < 0) || !(chunk.rotated || norms || !t.in_place[h.side])) return;
     auto x = read(h);
-    const A divisor = side.format ? A(a.sides[h.side].scale[h.head * side.scale]) : A(1);
+    const A divisor = side.format ? A(side.scale[h.head * side.scale_stride]) : A(1);
     token.arrive(rotates, h.head);
     auto numbers = numbers_of(x);
     if (norms) {
@@ -79,7 +79,7 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<rope_int>& chunk, GroupThreads& 
       if (p.rounding != kOnce) numbers = numbers_of(x);
     }
     const auto write = [&]<typename E>(const Elements<E, V>& to_write) {
-      token.template heads<E>(a.sides[h.side].out, side.out, to_cell, side.head_dim - 1)
+      token.template heads<E>(side.out, side.out_strides, to_cell, side.head_dim - 1)
           .write(h.head, chunk.after(h.first), to_write);
     };
     side.format ? write(quantised_to(side.format, numbers, divisor)) : write(x);
@@ -91,14 +91,14 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<rope_int>& chunk, GroupThreads& 
 // or those of v, of which a warp takes each.
 template <typename S, bool norm>
 __global__ void __launch_bounds__(norm ? kGroupThreads : kThreads, norm ? 1 : 5)
-    general_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
+    general_kernel(const __grid_constant__ Args a, const __grid_constant__ Tiling tiling) {
   wait_for_previous_kernel();
   const rope_int s = rope_int(blockIdx.x) * blockDim.z + threadIdx.z;
-  if (s >= a.params.seq) return;
+  if (s >= a.seq) return;
   Chunk<rope_int> chunk;
   GeneralToken<S> token(a, tiling, chunk, tiling.first_sequence + blockIdx.z, s);
   const rope_int *starts = tiling.starts, pieces = tiling.pieces;
-  const bool all = norm && a.params.sides[kQ].norm == kAllHeads, whole_side = all && blockIdx.y != kV;
+  const bool all = norm && a.sides[kQ].norm == kAllHeads, whole_side = all && blockIdx.y != kV;
   GroupThreads own{norm && !whole_side && (all || tiling.chunks <= kWarp || !S::usual)};
   const rope_int first = rope_int(blockIdx.y) * blockDim.y + threadIdx.y;
   const rope_int teams = all ? blockDim.x * blockDim.y / kWarp : rope_int(gridDim.y) * blockDim.y;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(norm ? kGroupThreads : kThreads, norm ? 1 : 5)
     take<S, norm>(token, chunk, own, first, starts[kSides], teams);
   } else {
     // The groups: a whole side, or the heads of q, k and v, whose pieces are one group.
-    const rope_int groups = whole_side ? 1 : starts[kV] + a.params.sides[kV].heads;
+    const rope_int groups = whole_side ? 1 : starts[kV] + a.sides[kV].heads;
     rope_int group = whole_side ? 0 : all ? starts[kV] + own.thread / kWarp : first;
     for (; group < groups; group += teams) {
       rope_int begin = group, end = group + 1;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(norm ? kGroupThreads : kThreads, norm ? 1 : 5)
 
 }  // namespace
 
-cudaError_t rotate_generally(const RotateArgs& a, const RotatePlan& plan, Queue queue) {
+cudaError_t rotate_generally(const Args& a, const RotatePlan& plan, Queue queue) {
   const auto start_sequences = [&](auto kernel) {
     return for_sequences(plan.grid, [&](Dim3 grid, rope_int first) {
       Tiling tiling = plan.tiling;
@@ -128,7 +128,7 @@ cudaError_t rotate_generally(const RotateArgs& a, const RotatePlan& plan, Queue 
       return start(grid, plan.block, queue, kernel, a, tiling);
     });
   };
-  if (takes_norm(a.params)) {
+  if (takes_norm(a)) {
     return with_shape(a, plan.tiling, [&](auto s) { return start_sequences(general_kernel<decltype(s), true>); });
   }
   return with_shape</*halves=*/true>(a, plan.tiling,

@@ -11,22 +11,22 @@ struct GeneralToken {
   using T = typename S::T;
   using A = typename S::A;
   static constexpr int V = S::V;
-  const RotateArgs& a;
+  const Args& a;
   const Tiling& tiling;
   const Chunk<rope_int>& chunk;
-  const RopeParams& p = a.params;
+  const Args& p = a;
   rope_int b, s, position;   // position: positions[b, s] + offset
   bool valid;                // the position is allowed; that of a pad need not be
   rope_int block, in_block;  // of the caches, and the cell in the block. block: -1 for a pad, which goes to no cell
   int index = -1;            // the chunk that the angles are of
   CosSin<A, V> angles;
 
-  ROPE_FN GeneralToken(const RotateArgs& a, const Tiling& tiling, const Chunk<rope_int>& chunk, rope_int b, rope_int s)
+  ROPE_FN GeneralToken(const Args& a, const Tiling& tiling, const Chunk<rope_int>& chunk, rope_int b, rope_int s)
       : a(a), tiling(tiling), chunk(chunk), b(b), s(s) {
-    const rope_int implied = s * p.positions[1];
+    const rope_int implied = s * p.position_strides[1];
     Integer given{int32_t(implied), int32_t(implied >> 32)}, slot{};
-    if (p.has_positions) given = Integer::read(a.positions, a.wide_positions, b * p.positions[0] + s * p.positions[1]);
-    if (p.has_slots) slot = Integer::read(a.slots, a.wide_slots, b * p.slots[0] + s * p.slots[1]);
+    if (p.has_positions) given = Integer::read(a.positions, a.wide_positions, b * p.position_strides[0] + s * p.position_strides[1]);
+    if (p.has_slots) slot = Integer::read(a.slots, a.wide_slots, b * p.slot_strides[0] + s * p.slot_strides[1]);
     // The sum wraps around: with inv_freq every position is allowed.
     position = int64_t(uint64_t(given.value(!p.has_positions || a.wide_positions)) + uint64_t(p.offset));
     valid = position >= tiling.first_position && position <= tiling.last_position;
@@ -47,7 +47,7 @@ struct GeneralToken {
     index = chunk.index;
     const Columns<S> columns(index, p.rotary_dim / 2);
     if (p.source == kInvFreq) {
-      columns.template read<false>(Frequencies::of(a, p.inv_freq[1]), angles);
+      columns.template read<false>(Frequencies::of(a, p.inv_freq_strides[1]), angles);
       turn(angles, position);
     } else if (valid) {
       const rope_int row = p.source == kTableByPosition ? position : s;
@@ -56,7 +56,7 @@ struct GeneralToken {
         columns.read(static_cast<const decltype(tag)*>(table) + at, strides[3], tiling.table_vectors, to);
       };
       const auto read = [&](auto tag) {
-        read_table(tag, a.cos, p.cos, angles.cos), read_table(tag, a.sin, p.sin, angles.sin);
+        read_table(tag, a.cos, p.cos_strides, angles.cos), read_table(tag, a.sin, p.sin_strides, angles.sin);
       };
       a.table_dtype == DType::kFloat ? read(float()) : read(T());
     }
@@ -88,9 +88,9 @@ struct GeneralToken {
 
 // Returns the weights of a chunk.
 template <typename S>
-ROPE_FN Numbers<typename S::A, S::V> weights_of(const RotateArgs& a, int side, const Chunk<rope_int>& c,
+ROPE_FN Numbers<typename S::A, S::V> weights_of(const Args& a, int side, const Chunk<rope_int>& c,
                                                 rope_int head) {
-  const rope_int* strides = a.params.sides[side].weight;
+  const rope_int* strides = a.sides[side].weight_strides;
   Numbers<typename S::A, S::V> w;
   const auto read = [&](auto tag) {
     const auto* from = static_cast<const decltype(tag)*>(a.sides[side].weight) + head * strides[0];

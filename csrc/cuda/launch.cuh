@@ -15,12 +15,12 @@ cudaError_t with_type(DType dtype, F&& f) {
 
 // Calls f with the Shape of a call's kernel. A vector has 16 bytes or, if `halves`, 8 bytes, or one channel.
 template <bool halves = false, typename F>
-cudaError_t with_shape(const RotateArgs& a, const Tiling& tiling, F&& f) {
+cudaError_t with_shape(const Args& a, const Tiling& tiling, F&& f) {
   return with_type(a.x_dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);
     const auto with_pairing = [&](auto v) {
-      return a.params.interleaved ? f(Shape<T, v(), true>()) : f(Shape<T, v(), false>());
+      return a.interleaved ? f(Shape<T, v(), true>()) : f(Shape<T, v(), false>());
     };
     if (tiling.vector == full) return with_pairing(std::integral_constant<int, full>());
     if constexpr (halves && full > 2) {

@@ -1,4 +1,4 @@
-// What the kernels of norms and those of their backward share. ../args.h has the formulas, see NormBackwardArgs. Every
+// What the kernels of norms and those of their backward share. ../args.h has the formulas. Every
 // lane of a warp takes part in every shuffle, also one past the last token, head or chunk.
 #pragma once
 
@@ -79,7 +79,7 @@ ROPE_FN float inverse_root(float mean_and_eps) {
 }
 ROPE_FN double inverse_root(double mean_and_eps) { return 1.0 / ::sqrt(mean_and_eps); }
 
-// Returns the gradient of x, see NormBackwardArgs in ../args.h, and adds the terms of the gradient of w. mean: of g w x
+// Returns the gradient of x, see Args in ../args.h, and adds the terms of the gradient of w. mean: of g w x
 template <typename A, int V>
 ROPE_FN Numbers<A, V> gradient(const Numbers<A, V>& x, const Numbers<A, V>& g, const Numbers<A, V>& weights, A scale,
                                A mean, Numbers<A, V>& terms) {

@@ -65,30 +65,28 @@ struct GeneralPart : PartRange<rope_int> {
   using T = typename S::T;
   using A = typename S::A;
   static constexpr int V = S::V;
-  const NormBackwardArgs& n;
+  const Args& a;
   const Tiling& t;
-  const RotateArgs& a = n.rotate;
-  const Side& params = a.params.sides[side];
+  const Side& params = a.sides[side];
   const rope_int heads = params.heads;
   const bool all_heads = params.norm == kAllHeads;
-  const int chunks = t.chunks, heads_of_step = a.params.source == kTableByHead ? 1 : 2;
-  Chunk<rope_int> chunk = Chunk<rope_int>::of<V>(a.params, t, min(int(threadIdx.x), chunks - 1));
+  const int chunks = t.chunks, heads_of_step = a.source == kTableByHead ? 1 : 2;
+  Chunk<rope_int> chunk = Chunk<rope_int>::of<V>(a, t, min(int(threadIdx.x), chunks - 1));
   const A per_channel = A(t.per_channel[side]), eps = A(a.norm_eps);
 
-  ROPE_FN GeneralPart(const NormBackwardArgs& n, const Tiling& t)
-      : PartRange{t.parts, n.rotate.params.batch * n.rotate.params.seq, n.rotate.params.seq}, n(n), t(t) {}
-  ROPE_FN void go(int to) { chunk = Chunk<rope_int>::of<V>(a.params, t, to); }
+  ROPE_FN GeneralPart(const Args& a, const Tiling& t) : PartRange{t.parts, a.batch * a.seq, a.seq}, a(a), t(t) {}
+  ROPE_FN void go(int to) { chunk = Chunk<rope_int>::of<V>(a, t, to); }
   ROPE_FN GeneralToken<S> token(rope_int b, rope_int s) const { return {a, t, chunk, b, s}; }
   ROPE_FN double& sum_of(double* sums, rope_int head, int i) const {
     return sums_of(sums)[(all_heads ? head * params.head_dim : 0) + chunk.template channel<V>(i)];
   }
   ROPE_FN Numbers<A, V> weights(rope_int head) const { return weights_of<S>(a, side, chunk, head); }
   ROPE_FN void read(const GeneralToken<S>& token, rope_int head, Elements<T, V>& g, Elements<T, V>& x) const {
-    g = token.template heads<const T>(a.sides[side].in, params.in).read(head, chunk);
-    x = token.template heads<const T>(n.x[side].data, n.x[side].strides).read(head, chunk);
+    g = token.template heads<const T>(params.in, params.in_strides).read(head, chunk);
+    x = token.template heads<const T>(params.before, params.before_strides).read(head, chunk);
   }
   ROPE_FN void write(const GeneralToken<S>& token, rope_int head, const Numbers<A, V>& y) const {
-    token.template heads<T>(a.sides[side].out, params.out).write(head, chunk, rounded<T, V>(y));
+    token.template heads<T>(params.out, params.out_strides).write(head, chunk, rounded<T, V>(y));
   }
 };
 
@@ -242,10 +240,10 @@ __global__ void __launch_bounds__(std::is_same_v<typename K::T, __nv_bfloat16> ?
 }
 template <typename K>
 __global__ void __launch_bounds__(kBackwardGroupThreads, 1)
-    general_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ Tiling tiling,
+    general_backward_kernel(const __grid_constant__ Args a, const __grid_constant__ Tiling tiling,
                             double* sums) {
   wait_for_previous_kernel();
-  GeneralPart<K> part(n, tiling);
+  GeneralPart<K> part(a, tiling);
   part.all_heads || part.chunks > kWarp ? take_groups<K, 0>(part, sums) : take_heads<K>(part, sums);
   let_next_kernel_begin();
 }
@@ -287,7 +285,7 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams) sum_parts_kernel(cons
 
 }  // namespace
 
-cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums,
+cudaError_t norm_backward(const Args& a, const BackwardPlan& plan, double* sums,
                           void* const (&weight_grad)[2], Queue queue) {
   const auto start_parts = [&](auto shape) {
     using S = decltype(shape);
@@ -296,15 +294,15 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, d
       const auto kernel = plan.by_block ? groups_backward_kernel<K> : heads_backward_kernel<K>;
       if (plan.usual) return start(plan.grid, plan.block, queue, kernel, *plan.usual, sums);
     }
-    return start(plan.grid, plan.block, queue, general_backward_kernel<S>, n, plan.tiling, sums);
+    return start(plan.grid, plan.block, queue, general_backward_kernel<S>, a, plan.tiling, sums);
   };
   if (plan.grid.x != 0) {
-    if (const cudaError_t error = with_shape(n.rotate, plan.tiling, start_parts)) return error;
+    if (const cudaError_t error = with_shape(a, plan.tiling, start_parts)) return error;
   }
   const Parts &q = plan.tiling.parts[kQ], &k = plan.tiling.parts[kK];
   const rope_int blocks = ceil_div(std::max(q.channels, k.channels), kSumChannels);
   if (blocks == 0) return cudaSuccess;
-  const DType dtypes[2] = {n.rotate.sides[kQ].weight_dtype, n.rotate.sides[kK].weight_dtype};
+  const DType dtypes[2] = {a.sides[kQ].weight_dtype, a.sides[kK].weight_dtype};
   const Totals totals{{q, k}, sums, {weight_grad[kQ], weight_grad[kK]}, {dtypes[kQ], dtypes[kK]}};
   return start({blocks, 2, 1}, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, totals);
 }

@@ -27,35 +27,33 @@ struct UsualBackwardArgs {
 
 using BackwardPlan = PlanOf<UsualBackwardArgs>;
 
-inline std::optional<UsualBackwardArgs> usual_backward_args(const NormBackwardArgs& n, const Plan& plan) {
-  RotateArgs before = n.rotate;
-  RopeParams& p = before.params;
-  for (int i = kQ; i <= kK; i++) {
-    before.sides[i].in = n.x[i].data;
-    std::copy(n.x[i].strides, n.x[i].strides + 4, p.sides[i].in);
+inline std::optional<UsualBackwardArgs> usual_backward_args(const Args& a, const Plan& plan) {
+  Args before = a;
+  for (Side& side : before.sides) {
+    side.in = side.before;
+    std::copy(side.before_strides, side.before_strides + 4, side.in_strides);
   }
-  const auto rotate = usual_args(n.rotate, plan), x = usual_args(before, plan);
+  const auto rotate = usual_args(a, plan), x = usual_args(before, plan);
   if (!rotate || !x) return std::nullopt;
   const Parts(&parts)[2] = plan.tiling.parts;
-  return UsualBackwardArgs{*rotate, {x->sides[kQ], x->sides[kK]}, {parts[kQ], parts[kK]}, int(p.seq * p.batch)};
+  return UsualBackwardArgs{*rotate, {x->sides[kQ], x->sides[kK]}, {parts[kQ], parts[kK]}, int(a.seq * a.batch)};
 }
 
-inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
-  const RopeParams& p = n.rotate.params;
-  const Side &q = p.sides[kQ], &k = p.sides[kK];
-  BackwardPlan plan{plan_head(n.rotate, true, n.x), {}};
+inline BackwardPlan plan_norm_backward(const Args& a) {
+  const Side &q = a.sides[kQ], &k = a.sides[kK];
+  BackwardPlan plan{plan_head(a, true), {}};
   Tiling& t = plan.tiling;
   const bool all_heads = q.norm == kAllHeads, by_team = !plan.by_block && t.chunks <= kWarp;
-  // A wide head that no usual kernel takes has a warp.
+  // A wide head that no usual kernel takes has a wara.
   const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = by_team ? kThreads / x : 1;
-  const rope_int heads = by_team && p.source != kTableByHead ? 2 : 1;  // whose terms a team adds up in one step
-  const rope_int tokens = p.batch * p.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
+  const rope_int heads = by_team && a.source != kTableByHead ? 2 : 1;  // whose terms a team adds up in one step
+  const rope_int tokens = a.batch * a.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
   // The heads of a part: those of whole tokens, of q and of k.
   rope_int of_part = std::max(all_heads ? kTokensOfPart * most_heads : teams * heads,
                               ceil_div(tokens * (q.heads + k.heads), all_heads ? kTokenParts : kParts));
   of_part = ceil_div(of_part, most_heads) * most_heads;
   for (int i = kQ; i <= kK; i++) {
-    const Side& side = p.sides[i];
+    const Side& side = a.sides[i];
     Parts& parts = t.parts[i];
     parts = {0, 0, side.head_dim * (all_heads ? side.heads : 1), 1};
     if (side.heads != 0) {
@@ -65,9 +63,9 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
     }
     plan.sums += parts.count * parts.channels;
   }
-  plan.block = plan.by_block ? group_block(p, t, kBackwardGroupThreads) : Dim3{x, teams, 1};
+  plan.block = plan.by_block ? group_block(a, t, kBackwardGroupThreads) : Dim3{x, teams, 1};
   plan.grid = {t.parts[kQ].count + t.parts[kK].count, 1, 1};
-  plan.usual = usual_backward_args(n, plan);
+  plan.usual = usual_backward_args(a, plan);
   return plan;
 }
 

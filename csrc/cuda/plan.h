@@ -46,14 +46,13 @@ struct Tiling {
   bool table_vectors;                      // rows of cos and sin are read in vectors
   double per_channel[kSides];              // 1 / the number of channels that are normalised together
   Parts parts[2];                          // of q and k, in the backward of a norm
-  int blocks_per_row;                      // in the gradients of tables: thread blocks that divide the chunks of a row
 };
 
 struct Plan {
   Tiling tiling;
   bool by_block;  // a thread block, and not a team, takes what is normalised together
-  Dim3 block;     // chunks, heads, tokens; of tables: chunks, heads and tokens, rows
-  Dim3 grid;      // runs of tokens, shares of the heads, sequences; of backwards: parts, or runs of rows
+  Dim3 block;     // chunks, heads, tokens
+  Dim3 grid;      // runs of tokens, shares of the heads, sequences; of backwards: parts
   rope_int sums;  // the sums of all parts
 };
 
@@ -63,7 +62,7 @@ struct PlanOf : Plan {
 };
 
 // Returns whether a kernel with a norm takes the call.
-inline bool takes_norm(const RopeParams& p) { return p.sides[kQ].norm || p.sides[kV].norm; }
+inline bool takes_norm(const Args& p) { return p.sides[kQ].norm || p.sides[kV].norm; }
 
 // Returns whether a vector of 16 bytes may begin at an address.
 inline bool begins_vector(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
@@ -72,7 +71,7 @@ inline bool begins_vector(const void* data) { return reinterpret_cast<uintptr_t>
 // and a head that a warp cannot hold if there are usual kernels: x threads the chunks of a head, y threads the heads.
 // Each has as many heads as have 32 channels, or more if `most` threads are not enough.
 constexpr int kHeldChannels = 32;
-inline Dim3 group_block(const RopeParams& p, const Tiling& t, rope_int most) {
+inline Dim3 group_block(const Args& p, const Tiling& t, rope_int most) {
   rope_int heads = 1;
   if (p.sides[kQ].norm == kAllHeads) heads = std::max({p.sides[kQ].heads, p.sides[kK].heads, heads});
   const rope_int x = std::min(power_of_two(t.chunks), most), y = ceil_div(heads * 2 * t.vector, kHeldChannels);
@@ -80,15 +79,14 @@ inline Dim3 group_block(const RopeParams& p, const Tiling& t, rope_int most) {
 }
 
 // Returns the part of a plan that follows from the sizes of one head and from alignment; block and grid stay empty.
-// x: in a backward, the q and k of the forward call
-inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr) {
-  const RopeParams& p = a.params;
+inline Plan plan_head(const Args& a, bool norm) {
+  const Args& p = a;
   const Side& q = p.sides[kQ];
   const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
   // Returns whether a head can be cut into vectors of n channels. Without a norm, a vector kernel gives each thread one
   // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * n) + 1 chunks.
   const auto fits_thread_block = [&](int n) { return fits(p, n) && (norm || q.head_dim <= 2 * n * (kThreads - 1)); };
-  // Returns whether each vector of n channels of q, k, v, their results and x is one aligned access.
+  // Returns whether each vector of n channels of q, k, v, their results and `before` is one aligned access.
   const auto reaches = [&](int n) {
     for (int i = 0; i < kSides; i++) {
       const Side& side = p.sides[i];
@@ -97,9 +95,9 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
         return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, size, n * size);
       };
       if (side.heads == 0 || side.head_dim == 0) continue;
-      if (side.head_dim % n || !aligned(a.sides[i].in, side.in, false, itemsize)) return false;
-      if (!aligned(a.sides[i].out, side.out, i != kQ && p.has_cache, side.format ? 1 : itemsize)) return false;
-      if (x && !aligned(x[i].data, x[i].strides, false, itemsize)) return false;
+      if (side.head_dim % n || !aligned(side.in, side.in_strides, false, itemsize)) return false;
+      if (!aligned(side.out, side.out_strides, i != kQ && p.has_cache, side.format ? 1 : itemsize)) return false;
+      if (side.before && !aligned(side.before, side.before_strides, false, itemsize)) return false;
     }
     return true;
   };
@@ -114,7 +112,7 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
   }
   for (int i = 0; i < kSides; i++) {
     const Side& side = p.sides[i];
-    t.in_place[i] = a.sides[i].in == a.sides[i].out && (i == kQ || !p.has_cache);
+    t.in_place[i] = side.in == side.out && (i == kQ || !p.has_cache);
     t.per_channel[i] = 1.0 / double(side.norm == kAllHeads ? side.heads * side.head_dim : side.head_dim);
   }
   const Chunks chunks = chunks_of(p, t.vector, norm || writes_rest(p, t.in_place[kQ], t.in_place[kK]));
@@ -126,58 +124,12 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
     const rope_int several[4] = {2, 2, 2, 2};  // the strides of all dimensions count
     return is_aligned(reinterpret_cast<uintptr_t>(data), strides, several, 4, size_of(a.table_dtype), 16);
   };
-  t.table_vectors = a.cos && rows_aligned(a.cos, p.cos) && rows_aligned(a.sin, p.sin);
+  t.table_vectors = a.cos && rows_aligned(a.cos, p.cos_strides) && rows_aligned(a.sin, p.sin_strides);
   const PositionRange range = position_range(p);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
   // number that is at least 0; it is greater than INT64_MAX + offset.
   t.last_position = range.limited ? std::min(range.last, INT64_MAX + std::min<rope_int>(p.offset, 0)) : INT64_MAX;
-  return plan;
-}
-
-// The gradients of cos and sin have one row for each table row. A thread block computes some chunks of block.z rows,
-// without other thread blocks adding to them. Its axes are x over chunks, y over the heads and tokens that a row
-// rotated, and z over rows; the y threads of a chunk add up what each has summed. The terms that a thread sums follow
-// from sizes alone, so that no memory layout changes a bit.
-constexpr int kTableThreads = 256;           // the most threads of a thread block
-constexpr int kTableHeads = 2;               // heads that a thread loads at a time
-constexpr rope_int kTableFilling = 1 << 17;  // threads that fill a GPU; beyond that a thread takes more heads
-constexpr rope_int kTableBlocks = 512;       // thread blocks that fill a GPU
-
-inline Plan plan_table_backward(const TableBackwardArgs& b) {
-  const RopeParams& p = b.rotate.params;
-  Plan plan = plan_head(b.rotate, true, b.x);
-  Tiling& t = plan.tiling;
-  // The vectors that sizes allow, even if addresses do not: y below, and with it the order of the sums, follows from
-  // them.
-  const rope_int chunks = t.rotated, bytes = t.vector * size_of(b.rotate.x_dtype);
-  if (!t.vectors) {
-    t.vector = 1;
-    t.rotated = int(p.rotary_dim / 2);
-  }
-  t.chunks = t.rotated;
-  const bool by_head = p.source == kTableByHead;
-  const rope_int q_heads = p.sides[kQ].heads, k_heads = p.sides[kK].heads;
-  const rope_int rows = b.tokens.rows * (by_head ? q_heads : 1);
-  if (rows == 0 || chunks == 0) return plan;  // an empty grid
-
-  // If the tokens of each row are listed, only the device knows how many it has; the plan takes the average.
-  const rope_int tokens = b.tokens.sequences * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
-  const rope_int of_token = by_head ? 1 + (k_heads != 0) : q_heads + k_heads;
-  const rope_int heads = std::max<rope_int>(1, tokens * of_token);
-  const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, kTableHeads, 4 * kTableHeads);
-  const rope_int most = power_of_two(ceil_div(heads, filling));
-  rope_int x = std::min<rope_int>(chunks, kTableThreads), y = std::min(most, kTableThreads / x);
-  // If there are few rows, several thread blocks divide the chunks of a row, down to 32 adjacent bytes for each.
-  while (y < most && rows * ceil_div(chunks, x) < kTableBlocks && x * bytes > 32) {
-    x = ceil_div(x, 2);
-    y = std::min(most, kTableThreads / x);
-  }
-  const rope_int z =
-      std::clamp<rope_int>(rows * ceil_div(chunks, x) / kTableBlocks, 1, std::min(kTableThreads / (x * y), kMaxBlockZ));
-  t.blocks_per_row = int(ceil_div(t.chunks, x));
-  plan.block = {x, y, z};
-  plan.grid = {ceil_div(rows, z) * t.blocks_per_row, 1, 1};
   return plan;
 }
 

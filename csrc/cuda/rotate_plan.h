@@ -25,7 +25,7 @@ struct UsualSide {
 };
 
 // The arguments of a usual kernel. On an H100 a kernel waits about 0.1 us for each line of 64 bytes of its arguments.
-// RotateArgs and Tiling have 15 lines. A rotation needs the first 3 of these, and no kernel a sixth.
+// Args and Tiling have 15 lines. A rotation needs the first 3 of these, and no kernel a sixth.
 struct UsualArgs {
   const void *cos, *sin;  // with frequencies, cos is inv_freq
   const void* positions;
@@ -67,8 +67,8 @@ static_assert(sizeof(UsualArgs) <= 48 + 4 * 64, "the first line of a kernel's ar
 using RotatePlan = PlanOf<UsualArgs>;
 
 // Returns the arguments of the usual kernel that takes a call, if there is one.
-inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan) {
-  const RopeParams& p = a.params;
+inline std::optional<UsualArgs> usual_args(const Args& a, const Plan& plan) {
+  const Args& p = a;
   const Tiling& t = plan.tiling;
   const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
   const bool frequencies = p.source == kInvFreq;
@@ -77,7 +77,7 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan
   const bool all_heads = q.norm == kAllHeads, by_head = p.source == kTableByHead;
   const rope_int heads = all_heads ? std::max({q.heads, k.heads, v.heads}) : 1;
   const rope_int held = plan.by_block ? ceil_div(heads, plan.block.y) * 2 * t.vector : 0;
-  const auto dense = [&](const Side& s) { return s.heads == 0 || s.out[0] == p.block_size * s.out[1]; };
+  const auto dense = [&](const Side& s) { return s.heads == 0 || s.out_strides[0] == p.block_size * s.out_strides[1]; };
   const bool one_block = p.blocks <= 1 || (p.block_size > 1 && dense(k) && dense(v));
   const PositionRange range = position_range(p);
   bool fits = has_usual_kernels(size, t.vector) && t.vectors && (v.heads == 0 || v.head_dim == q.head_dim) &&
@@ -87,8 +87,8 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan
               (p.rounding == kOnce || !(p.has_cache || frequencies)) &&
               (!p.has_slots || one_block || p.block_size == power_of_two(p.block_size)) &&
               (!range.limited || (range.last >= 0 && range.last < INT32_MAX)) && p.offset == int(p.offset) &&
-              (frequencies ? p.inv_freq[1] == 1 && p.inv_freq[0] % 4 == 0 && begins_vector(a.inv_freq)
-                           : t.table_vectors && std::equal(p.cos, p.cos + 3, p.sin));
+              (frequencies ? p.inv_freq_strides[1] == 1 && p.inv_freq_strides[0] % 4 == 0 && begins_vector(a.inv_freq)
+                           : t.table_vectors && std::equal(p.cos_strides, p.cos_strides + 3, p.sin_strides));
   // Returns a number, which must fit in 31 bits.
   const auto narrow = [&](rope_int number) {
     fits = fits && number >= 0 && number <= INT32_MAX;
@@ -97,13 +97,13 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan
   UsualArgs u{frequencies ? a.inv_freq : a.cos, a.sin, a.positions, narrow(p.seq)};
   narrow(2 * p.seq * p.batch);  // the kernel counts past the last token
   for (int d = 0; d < 2; d++) {
-    u.position_strides[d] = narrow(p.positions[d]), u.slot_strides[d] = narrow(p.slots[d]);
-    u.table_strides[d] = narrow(!frequencies ? p.cos[d] : d ? p.inv_freq[0] : 0);
+    u.position_strides[d] = narrow(p.position_strides[d]), u.slot_strides[d] = narrow(p.slot_strides[d]);
+    u.table_strides[d] = narrow(!frequencies ? p.cos_strides[d] : d ? p.inv_freq_strides[0] : 0);
   }
   u.offset = int(p.offset), u.allowed = range.limited ? unsigned(range.last) + 1 : 0;
   u.wide_positions = a.wide_positions, u.wide_slots = a.wide_slots;
   u.wide_angles = frequencies ? a.inv_freq_dtype == DType::kDouble : a.table_dtype == DType::kFloat;
-  u.same_position = !p.has_positions && p.positions[1] == 0;
+  u.same_position = !p.has_positions && p.position_strides[1] == 0;
   u.by_token = p.source == kTableByToken || by_head, u.split = p.split_inv_freq, u.frequencies = frequencies;
   u.inverse = p.inverse, u.narrow = p.rounding == kEachNarrow, u.has_cache = p.has_cache;
   u.chunks = t.chunks, u.half = t.rotated, u.start = int(p.rotary_start) / t.vector;
@@ -111,29 +111,28 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan
   u.factor_hi = p.factor_hi, u.factor_lo = p.factor_lo;
   for (int i = 0; i < kSides; i++) {
     const Side& side = p.sides[i];
-    const SideData& data = a.sides[i];
     u.ends[i] = narrow((i == kQ ? 0 : u.ends[i - 1]) + side.heads);
     if (side.heads == 0) continue;
     const bool cache = i != kQ && p.has_cache;
     const rope_int in[3] = {p.batch, p.seq, side.heads};
     const rope_int out[3] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, side.heads};
     const auto stride = [&](rope_int stride, rope_int n) { return n == 1 ? 0 : narrow(stride / t.vector); };
-    UsualSide& s = u.sides[i] = {data.in, data.out};
+    UsualSide& s = u.sides[i] = {side.in, side.out};
     for (int d = 0; d < 3; d++)
-      s.in_strides[d] = stride(side.in[d], in[d]), s.out_strides[d] = stride(side.out[d], out[d]);
+      s.in_strides[d] = stride(side.in_strides[d], in[d]), s.out_strides[d] = stride(side.out_strides[d], out[d]);
     narrow(side.heads * std::max(s.in_strides[2], s.out_strides[2]) + t.chunks);  // the offsets in a token
-    u.norms |= unsigned(side.norm != kNoNorm) << i, u.scale_by_head |= unsigned(side.scale != 0) << i;
-    u.formats |= unsigned(side.format) << 2 * i, u.scales[i] = data.scale;
-    fits = fits && (side.format == kUnquantised || size == 2) && side.scale <= 1;
+    u.norms |= unsigned(side.norm != kNoNorm) << i, u.scale_by_head |= unsigned(side.scale_stride != 0) << i;
+    u.formats |= unsigned(side.format) << 2 * i, u.scales[i] = side.scale;
+    fits = fits && (side.format == kUnquantised || size == 2) && side.scale_stride <= 1;
     if (i == kV || side.norm == kNoNorm) continue;
-    u.weights[i] = data.weight, u.wide_weights = data.weight_dtype == DType::kFloat;
-    u.weight_stride = narrow(side.weight[0] / t.vector);
-    narrow(side.heads * side.weight[0]);
-    fits = fits && side.weight[0] % t.vector == 0 && side.weight[1] == 1 && begins_vector(data.weight) &&
-           data.weight_dtype == a.sides[kQ].weight_dtype && side.weight[0] == q.weight[0];
+    u.weights[i] = side.weight, u.wide_weights = side.weight_dtype == DType::kFloat;
+    u.weight_stride = narrow(side.weight_strides[0] / t.vector);
+    narrow(side.heads * side.weight_strides[0]);
+    fits = fits && side.weight_strides[0] % t.vector == 0 && side.weight_strides[1] == 1 && begins_vector(side.weight) &&
+           side.weight_dtype == a.sides[kQ].weight_dtype && side.weight_strides[0] == q.weight_strides[0];
   }
-  u.all_heads = all_heads, u.table_head_stride = by_head ? narrow(p.cos[2]) : 0;
-  u.norm_eps = p.norm_eps, u.per_channel[kQ] = float(t.per_channel[kQ]), u.per_channel[kK] = float(t.per_channel[kK]);
+  u.all_heads = all_heads, u.table_head_stride = by_head ? narrow(p.cos_strides[2]) : 0;
+  u.norm_eps = p.narrow_eps, u.per_channel[kQ] = float(t.per_channel[kQ]), u.per_channel[kK] = float(t.per_channel[kK]);
   u.slots = a.slots, u.cells = unsigned(narrow(p.blocks * p.block_size));
   u.block_shift = one_block ? 31 : std::countr_zero(uint64_t(p.block_size));
   u.kept = t.in_place[kQ] ? u.ends[kQ] : 0;
@@ -143,8 +142,8 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan
 // Returns the plan of a rotation, with or without a norm. Neighbouring teams access neighbouring memory: different
 // heads of a token if those are adjacent ([batch, seq, heads, head_dim]), else different tokens ([batch, heads, seq,
 // head_dim]).
-inline RotatePlan plan_rotate(const RotateArgs& a, int processors) {
-  const RopeParams& p = a.params;
+inline RotatePlan plan_rotate(const Args& a, int processors) {
+  const Args& p = a;
   const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
   const bool norm = takes_norm(p);
   RotatePlan plan{plan_head(a, norm), {}};
@@ -166,7 +165,7 @@ inline RotatePlan plan_rotate(const RotateArgs& a, int processors) {
   const bool frequencies = p.source == kInvFreq;
   const rope_int filling = rope_int(processors) * kFilling / (frequencies ? kHeadsOfAngles : 1);
   const rope_int each = frequencies && p.seq * p.batch >= filling ? kHeadsOfAngles : 1;  // heads that a team takes
-  const rope_int most = p.seq > 1 && q.in[2] > q.in[1] ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
+  const rope_int most = p.seq > 1 && q.in_strides[2] > q.in_strides[1] ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
   // The teams over heads are a power of two, so that whole warps sum norms. At most one in five has no head.
   rope_int y = power_of_two(std::min(most, std::max<rope_int>(heads / each, 1)) + 1) / 2;
   while (y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads) y /= 2;

@@ -104,9 +104,9 @@ cudaError_t architecture(int& found) {
   return error;
 }
 
-cudaError_t rotate_usually(const RotateArgs& a, const RotatePlan& plan, Queue queue) {
+cudaError_t rotate_usually(const Args& a, const RotatePlan& plan, Queue queue) {
   constexpr int F = kFrequencies, C = kCache, CN = kCache | kNorm, B = kBytes;
-  const RopeParams& p = a.params;
+  const Args& p = a;
   const int norm = takes_norm(p), bytes = plan.usual->formats != 0;
   const int features = F * (p.source == kInvFreq) | C * (norm || p.has_cache) | kNorm * norm | B * bytes |
                        kEager * (p.rounding != kOnce);

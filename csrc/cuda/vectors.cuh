@@ -140,7 +140,7 @@ struct Chunk {
     return {{channel(first), channel(second < others ? second : first)}, 0, int(index)};
   }
   template <int V>
-  ROPE_FN static Chunk of(const RopeParams& p, const Tiling& t, int index) {
+  ROPE_FN static Chunk of(const Args& p, const Tiling& t, int index) {
     return of<V>(I(index), I(t.rotated), I(t.chunks), I(p.rotary_start), I(p.rotary_dim / 2),
                  I(p.sides[kQ].head_dim - p.rotary_dim), p.interleaved);
   }

@@ -2,7 +2,7 @@
 #ifndef ROPE_MPS_KERNELS_H
 #define ROPE_MPS_KERNELS_H
 
-#include "../params.h"
+#include "../args.h"
 
 // Function constants: numbers that are fixed for a call and that Metal's compiler knows when it makes a pipeline.
 // X(index, name); the shaders see each of them as k_name. A set of sides has bit 1 << s if it has side s.
@@ -27,13 +27,12 @@
   X(17, all_heads)      /* the norm of q and k is over all heads of a token */                               \
   X(18, v_apart)        /* v has another head_dim than k, and is not in the list of heads */                 \
   X(19, lanes)          /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
-  X(20, listed)         /* in table_backward: the tokens of each table row are listed */                     \
-  X(21, position_type)  /* PositionType of the positions that cos_sin takes */
+  X(21, position_dtype)  /* DType of the positions that cos_sin takes */
 
 // The buffers of the kernels that rotate. X(type, name, number, present): kBuffer<number> is the number of the buffer,
 // and a function constant k_has_<name> tells whether it is present. Those of q, k and v follow each other. T is the
 // dtype of x.
-//   in: [batch, seq, heads, head_dim], with the strides of RopeParams
+//   in: [batch, seq, heads, head_dim], with the strides of Args
 //   out: the same, or caches [blocks, block_size, heads, head_dim]; of T, or of bytes if they are quantised
 #define ROPE_BUFFERS(X, T)                                                 \
   X(device const T*, q_in, QIn, !(k_in_place & 1 << kQ))                   \
@@ -66,7 +65,7 @@ enum { kThreads = 128, kSharedThreads = 256 };
 // csrc/mps/plan.h explains chunks and shares. The kernels count the heads of q, k and v in one list: first those of q,
 // then those of k, then those of v, unless v is apart.
 struct TiledParams {
-  Layout params;
+  Args args;
   rope_int last_position;      // the largest valid position, if there is a range
   unsigned chunks, rotated;    // of a head: all chunks, and the rotated ones, which come first
   unsigned first[kSides + 1];  // in the list of heads: the first of q, of k and of v, and the end
@@ -81,7 +80,6 @@ struct TiledParams {
 // k, or in norm_backward_wide one group. A part is a number of neighbouring items, which one threadgroup sums.
 struct NormBackward {
   TiledParams rotate;     // rotates the gradients back
-  rope_int before[2][4];  // the strides of q and k before the norm
   rope_int items[2];      // of q and of k
   unsigned part_items;    // items of a part; the last part may have fewer
 };
@@ -92,29 +90,16 @@ struct SumParts {
   unsigned channels[2];  // of the sums for q and for k: head_dim, or heads * head_dim if the norm is over all heads
 };
 
-// Parameters of the gradients of cos and sin.
-struct TableBackward {
-  TiledParams rotate;     // has the gradients of the rotated q and k as its inputs
-  rope_int before[2][4];  // the strides of q and k before the rotation
-  TokensOfRows tokens;
-};
-
-static_assert(sizeof(TiledParams) == sizeof(Layout) + 56 && sizeof(NormBackward) == sizeof(TiledParams) + 88 &&
-                  sizeof(TableBackward) == sizeof(TiledParams) + 104,
+static_assert(sizeof(TiledParams) == sizeof(Args) + 56 && sizeof(NormBackward) == sizeof(TiledParams) + 24,
               "the layout must be the same on host and device");
 
-// Buffer numbers. Before: in a backward, q and k before the norm or the rotation. Sums: of the parts in the norm's
-// backward. The others belong to the gradients of cos and sin.
+// Buffer numbers. The last ones are for the backward of a norm: q and k before the norm, and the sums of the parts.
 #define ROPE_NUMBER(type, name, number, present) kBuffer##number,
 enum Buffer : int {
   kBufferParams,
   ROPE_BUFFERS(ROPE_NUMBER, ) kBufferQBefore,
   kBufferKBefore,
-  kBufferSums,
-  kBufferOrder,
-  kBufferStarts,
-  kBufferCosGrad,
-  kBufferSinGrad
+  kBufferSums
 };
 
 }  // namespace mps

@@ -13,7 +13,7 @@
 #include <map>
 #include <mutex>
 
-#include "../ops.h"
+#include "../backend.h"
 #include "pipelines.h"
 #include "plan.h"
 
@@ -211,13 +211,13 @@ void encode(std::initializer_list<const Launch*> launches) {
 }
 
 struct Mps : AnyBackend {
-  static void check(const RotateCall& call, const RotateArgs& a) {
-    if (!is_empty(a.params)) check_types(call);
+  static void check(const Call& call, const Args& a) {
+    if (!is_empty(a)) check_types(call);
   }
 
-  static void rotate(const RotateCall& call, RotateArgs& a) {
+  static void rotate(const Call& call, Args& a) {
     simplify(a);
-    const Plan p = plan(call, a.params);
+    const Plan p = plan(call, a);
     if (p.rotate.chunks == 0) return;
     Launch launch(p.kernel, p.constants, p.tensors);
     launch.set_params(p.rotate);
@@ -226,15 +226,14 @@ struct Mps : AnyBackend {
     encode({&launch});
   }
 
-  static void norm_backward(const NormBackwardCall& call, NormBackwardArgs& a) {
-    merge_batch(a.rotate.params, {a.x[kQ].strides, a.x[kK].strides});
-    const Plan p = plan(call.rotate, a.rotate.params, call.x);
+  static void norm_backward(const Call& call, Args& a) {
+    merge_batch(a);
+    const Plan p = plan(call, a);
     Launch parts(p.kernel, p.constants, p.tensors);
-    NormBackward n{p.rotate, {}, {}, {}};
-    for (int i : {kQ, kK}) std::copy_n(a.x[i].strides, 4, n.before[i]);
+    NormBackward n{p.rotate, {}, {}};
     SumParts s{};
     const rope_int threads = cut_into_parts(p, parts.most, n, s), channels = rope_int(s.channels[kQ]) + s.channels[kK];
-    const Tensor sums = at::empty({s.parts, channels}, call.rotate.q().options().dtype(at::kFloat));
+    const Tensor sums = at::empty({s.parts, channels}, call.q().options().dtype(at::kFloat));
     parts.set_params(n);
     parts.tensors.push_back({kBufferSums, &sums});
     parts.grid = {{s.parts, 2, 1}, {threads, 1, 1}, true};
@@ -244,49 +243,31 @@ struct Mps : AnyBackend {
     Constants weights{};
     weights.native_weights = p.constants.native_weights;
     Launch total({"norm_backward", "sum_parts", p.kernel.type}, weights,
-                 {{1, &sums}, {2, call.weight_grad[kQ]}, {3, call.weight_grad[kK]}});
+                 {{1, &sums}, {2, call.sides[kQ].weight_grad}, {3, call.sides[kK].weight_grad}});
     total.set_params(s);
     total.grid = grid_of({std::max(s.channels[kQ], s.channels[kK]), 2, 1}, std::min<rope_int>(total.most, kThreads));
     encode({&parts, &total});
   }
 
-  static void table_backward(const TableBackwardCall& call, const TableBackwardArgs& a) {
-    const Plan p = plan(call, a);
-    TableBackward n{p.rotate, {}, a.tokens};
-    for (int i : {kQ, kK}) std::copy_n(a.x[i].strides, 4, n.before[i]);
-    Launch launch(p.kernel, p.constants, {{kBufferCosGrad, &call.cos_grad}, {kBufferSinGrad, &call.sin_grad}});
-    launch.set_params(n);
-    for (int i = 0; i < p.constants.tensors; i++) {
-      launch.tensors.push_back({kBufferQIn + i, call.rotate.sides[i].in});
-      launch.tensors.push_back({kBufferQBefore + i, call.x[i]});
-    }
-    if (n.tokens.listed) launch.tensors.append({{kBufferOrder, &call.order}, {kBufferStarts, &call.starts}});
-    const rope_int threads = std::min<rope_int>(launch.most, kSharedThreads);
-    launch.grid = grid_of(p, n.tokens, threads);
-    TORCH_CHECK_NOT_IMPLEMENTED(launch.grid.size.z <= UINT32_MAX, call.rotate.op, ": cos has ", launch.grid.size.z,
-                                " rows but must have at most ", UINT32_MAX, "; the tables are too large for Metal");
-    // For each thread a sum for cos and one for sin of each of its pairs, which are 4 or 1.
-    launch.memory = NSUInteger(threads) * (p.constants.vectors ? 8 : 2) * sizeof(float);
-    encode({&launch});
-  }
-
-  static void cos_sin(const CosSinCall& call) {
+  static void cos_sin(const Call& given) {
     // [axes, tokens]. This copies only if no single stride reaches all tokens of an axis.
-    const Tensor positions = call.positions.unsqueeze(-1).flatten(1);
-    const CosSinParams c = call.args(positions, call.inv_freq).params;
+    const Tensor positions = given.positions->unsqueeze(-1).flatten(1);
+    Call call = given;
+    call.positions = &positions;
+    const CosSinArgs c = call.cos_sin_args();
     TORCH_CHECK_NOT_IMPLEMENTED(std::max(c.pairs, c.tokens) <= UINT32_MAX, "rope.cos_sin: the result has shape [",
                                 c.tokens, ", ", c.pairs, "] but must have at most ", UINT32_MAX,
                                 " positions and as many pairs; the tables are too large for Metal");
     TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble,
                                 "rope.cos_sin: positions is float64 but must be float32 or an integer type, because ",
                                 "Metal has no float64");
-    TORCH_CHECK_NOT_IMPLEMENTED(call.inv_freq.scalar_type() != at::kDouble, "rope.cos_sin: inv_freq is ", kNoFloat64);
+    TORCH_CHECK_NOT_IMPLEMENTED(call.inv_freq->scalar_type() != at::kDouble, "rope.cos_sin: inv_freq is ", kNoFloat64);
     Constants constants{};
     constants.scaled = is_scaled(c);
-    constants.position_type = int(c.position_type);
+    constants.position_dtype = int(c.position_dtype);
     constants.split_inv_freq = c.split_inv_freq;
-    Launch launch({"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos)}, constants,
-                  {{1, &positions}, {2, &call.inv_freq}, {3, &call.cos}, {4, &call.sin}});
+    Launch launch({"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", *call.cos)}, constants,
+                  {{1, &positions}, {2, call.inv_freq}, {3, call.cos}, {4, call.sin}});
     launch.set_params(c);
     launch.grid = grid_of({c.pairs, c.tokens, 1}, std::min<rope_int>(launch.most, kThreads));
     encode({&launch});
@@ -300,6 +281,6 @@ std::vector<PipelineInfo> pipelines() {
   return made().infos;
 }
 
-TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, MPS, m) { register_ops<Mps>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, MPS, m) { register_backend<Mps>(m); }
 
 }  // namespace rope::mps

@@ -92,7 +92,7 @@ inline const char* type_of(const char* op, const char* name, const Tensor& t) {
 }
 
 // Refuses what Metal lacks.
-inline void check_types(const RotateCall& call) {
+inline void check_types(const Call& call) {
   constexpr const char* names[][2] = {{"q_out", "q"}, {"k_cache", "k"}, {"v_cache", "v"}};
   for (int i = 0; i < kSides && call.sides[i].out; i++) {
     const at::ScalarType type = call.sides[i].out->scalar_type();
@@ -104,28 +104,28 @@ inline void check_types(const RotateCall& call) {
                               kNoFloat64);
 }
 
-// Returns the tensors that the kernels take. before: those of a backward, q and k before the norm or the rotation.
-inline auto tensors_of(const RotateCall& call, const Tensor* const* before) {
+// Returns the tensors that the kernels take. A backward also has q and k before the norm.
+inline auto tensors_of(const Call& call) {
   decltype(Plan::tensors) all;
   const auto add = [&](int buffer, const Tensor* t) {
     if (t) all.push_back({buffer, t});
   };
   for (int i = 0; i < kSides; i++) {
     const SideTensors& side = call.sides[i];
-    if (side.in != side.out) add(kBufferQIn + i, side.in);
+    const Tensor* const in = side.gradient ? side.gradient : side.in;
+    if (in != side.out) add(kBufferQIn + i, in);
     add(kBufferQOut + i, side.out);
     add(kBufferQWeight + i, side.weight);
     add(kBufferQScale + i, side.scale);
-    if (before && i < kV) add(kBufferQBefore + i, before[i]);
+    if (side.gradient) add(kBufferQBefore + i, side.in);
   }
-  const OptTensor* const angles[] = {&call.cos, &call.sin, &call.inv_freq, &call.positions};
-  for (int i = 0; i < 4; i++) add(kBufferCos + i, *angles[i] ? &**angles[i] : nullptr);
-  add(kBufferSlots, call.slots);
+  const Tensor* const of_tokens[] = {call.cos, call.sin, call.inv_freq, call.positions, call.slots};
+  for (int i = 0; i < 5; i++) add(kBufferCos + i, of_tokens[i]);
   return all;
 }
 
 // Returns the function constants that follow from the arguments alone.
-inline Constants constants_of(const RotateCall& call, const RopeParams& p) {
+inline Constants constants_of(const Call& call, const Args& p) {
   const auto native = [&](const Tensor& t) { return t.scalar_type() == call.q().scalar_type(); };
   Constants c{};
   c.interleaved = p.interleaved;
@@ -154,12 +154,12 @@ inline Constants constants_of(const RotateCall& call, const RopeParams& p) {
 constexpr rope_int kSpread = 2048;
 
 // Makes the list of heads and cuts it into shares. Refuses sizes that do not fit in the numbers of the kernels.
-inline void lay_out_heads(const RotateCall& call, TiledParams& r, Constants& c) {
-  const Side &q = r.params.sides[kQ], &k = r.params.sides[kK], &v = r.params.sides[kV];
+inline void lay_out_heads(const Call& call, TiledParams& r, Constants& c) {
+  const Side &q = r.args.sides[kQ], &k = r.args.sides[kK], &v = r.args.sides[kV];
   c.v_apart = v.heads && v.head_dim != q.head_dim;
   // A v that is apart is as much work as this many heads of q.
   const rope_int v_heads = c.v_apart && !v.norm ? v.heads * ceil_div(v.head_dim, q.head_dim) : v.heads;
-  const rope_int heads = q.heads + k.heads + v_heads, tokens = r.params.batch * r.params.seq;
+  const rope_int heads = q.heads + k.heads + v_heads, tokens = r.args.batch * r.args.seq;
   const auto check_size = [&](const char* name, rope_int n, rope_int most) {
     TORCH_CHECK_NOT_IMPLEMENTED(n <= most, call.op, ": ", name, " is ", n, " but must be at most ", most,
                                 "; the tensors are too large for Metal");
@@ -176,7 +176,7 @@ inline void lay_out_heads(const RotateCall& call, TiledParams& r, Constants& c) 
   r.first[kSides] = unsigned(q.heads + k.heads + (c.v_apart ? 0 : v.heads));
   r.shares = unsigned(shares);
   r.tokens = unsigned(tokens);
-  r.tokens_first = q.in[2] > q.in[r.params.seq > 1 ? 1 : 0];
+  r.tokens_first = q.in_strides[2] > q.in_strides[r.args.seq > 1 ? 1 : 0];
 }
 
 // A call of fewer threads than these, which are 16 SIMD groups, takes smaller vectors to have more.
@@ -187,10 +187,10 @@ constexpr rope_int kEnough = 16 * kSimd;
 // With a norm, whether V is 1 and whether heads are wide follows from sizes alone, never from strides or addresses,
 // because it determines the order of the norm's sums: the layout of a tensor must not change a bit of the result. V = 8
 // gives the bits of V = 4; see sum_of_products() in shaders/sums.h.
-inline int lay_out_channels(const RotateCall& call, bool backward, Plan& plan) {
+inline int lay_out_channels(const Call& call, bool backward, Plan& plan) {
   TiledParams& r = plan.rotate;
   Constants& c = plan.constants;
-  const Layout& p = r.params;
+  const Args& p = r;
   const auto aligned = [&](int vector) {
     return fits(p, vector) && (!c.v_apart || p.sides[kV].head_dim % vector == 0) &&
            std::all_of(plan.tensors.begin(), plan.tensors.end(),
@@ -226,7 +226,7 @@ inline void choose_kernel(std::string_view type, bool backward, int vector, rope
   static constexpr std::string_view kFamilies[2][2] = {{"norm_rotate", "norm_rotate_wide"},
                                                        {"norm_backward", "norm_backward_wide"}};
   const TiledParams& r = plan.rotate;
-  const Layout& p = r.params;
+  const Args& p = r;
   const rope_int tokens = r.tokens, shares = r.shares;
   const bool narrow = std::max({tokens * r.first[kSides], table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
                       std::none_of(plan.tensors.begin(), plan.tensors.end(),
@@ -243,21 +243,21 @@ inline void choose_kernel(std::string_view type, bool backward, int vector, rope
   if (plan.constants.all_heads) plan.work = {tokens, plan.constants.tensors, 1};
 }
 
-// Lays out a call that rotates. A backward also passes `before`: q and k, or null for k, as they were before the norm
-// or the rotation.
-inline Plan plan(const RotateCall& call, const RopeParams& p, const Tensor* const* before = nullptr) {
+// Lays out a call that rotates, or the backward of one with a norm.
+inline Plan plan(const Call& call, const Args& a) {
   const std::string_view type = type_of(call.op, call.q_name(), call.q());
   Plan plan{};
   TiledParams& r = plan.rotate;
-  r.params = p;
-  plan.constants = constants_of(call, p);
-  plan.tensors = tensors_of(call, before);
-  const PositionRange range = position_range(p);
+  r.args = a;
+  plan.constants = constants_of(call, a);
+  plan.tensors = tensors_of(call);
+  const PositionRange range = position_range(a);
   r.has_range = range.limited;
   r.last_position = range.last;
   r.one = 1.0f;
   lay_out_heads(call, r, plan.constants);
-  choose_kernel(type, before, lay_out_channels(call, before, plan), p.table_rows, plan);
+  const bool backward = call.is_backward();
+  choose_kernel(type, backward, lay_out_channels(call, backward, plan), a.table_rows, plan);
   return plan;
 }
 
@@ -277,7 +277,7 @@ inline Grid grid_of(const Size3& size, rope_int threads) {
 
 // Returns how many threads share the work for a wide group: at most `most`, and not many more than there are chunks.
 inline rope_int group_threads(const Plan& plan, rope_int most) {
-  const Side* const sides = plan.rotate.params.sides;
+  const Side* const sides = plan.rotate.args.sides;
   const rope_int heads = plan.constants.all_heads ? std::max(sides[kQ].heads, sides[kK].heads) : 1;
   const rope_int threads = ceil_div(heads * plan.rotate.chunks, kSimd) * kSimd;
   return std::clamp(threads, rope_int(kSimd), std::min<rope_int>(most, kSharedThreads));
@@ -303,7 +303,7 @@ inline Grid grid_of(const Plan& plan, rope_int most) {
 //
 // Fills what follows from the plan, and returns how many threads a threadgroup has. most: how many it may have.
 inline rope_int cut_into_parts(const Plan& plan, rope_int most, NormBackward& n, SumParts& s) {
-  const Layout& p = plan.rotate.params;
+  const Args& p = plan.rotate.args;
   const bool all_heads = plan.constants.all_heads;
   for (int i = 0; i < kV; i++) {
     const rope_int heads = p.sides[i].heads;
@@ -316,39 +316,6 @@ inline rope_int cut_into_parts(const Plan& plan, rope_int most, NormBackward& n,
   n.part_items = unsigned(least * std::max(ceil_div(items, parts * least), rope_int(1)));
   s.parts = unsigned(ceil_div(items, n.part_items));  // of q, and as many of k; those past the last item are empty
   return threads;
-}
-
-// Returns the grid of table_backward: chunks along x, table rows along z; a table by head has a row for each head. The
-// threads along y share the work for one chunk of one table row: the heads, kHeads at a time, of all tokens that it
-// rotated. They are in one threadgroup, which adds their sums, so the order of a sum follows from sizes and `threads`
-// alone. `threads` is the size limit of a threadgroup.
-inline Grid grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threads) {
-  const Layout& p = plan.rotate.params;
-  const rope_int chunks = plan.rotate.chunks;
-  // How many tokens a row rotated. If the tokens are listed, the host does not know it; mostly it is one token of each
-  // sequence.
-  const rope_int row_tokens = tokens.listed ? p.batch : tokens.sequences;
-  const bool by_head = plan.constants.source == kTableByHead;
-  const rope_int items = by_head ? 1 : ceil_div(plan.rotate.first[kSides], kHeads);
-  return grid_of({chunks, std::min(row_tokens * items, threads / std::min(chunks, threads)),
-                  tokens.rows * (by_head ? p.sides[kQ].heads : 1)},
-                 threads);
-}
-
-// Lays out the gradients of cos and sin. Only the function constants that table_backward uses are set: the others would
-// only multiply the pipelines.
-inline Plan plan(const TableBackwardCall& call, const TableBackwardArgs& a) {
-  Plan plan = mps::plan(call.rotate, a.rotate.params, call.x);
-  const Constants all = plan.constants;
-  plan.kernel.file = "tables";
-  plan.kernel.family = "table_backward";
-  plan.constants = {};
-  for (const auto member : {&Constants::tensors, &Constants::interleaved, &Constants::inverse, &Constants::scaled,
-                            &Constants::vectors, &Constants::native_tables})
-    plan.constants.*member = all.*member;
-  if (all.source == kTableByHead) plan.constants.source = kTableByHead;
-  plan.constants.listed = a.tokens.listed;
-  return plan;
 }
 
 }  // namespace rope::mps

@@ -15,7 +15,7 @@ struct Shader {
   std::string_view file;  // its name, without .metal
   const char* text;       // with its headers inlined
 };
-constexpr int kShaderCount = 5;
+constexpr int kShaderCount = 4;
 extern const Shader kShaders[kShaderCount];
 
 // The instance of the template <family>_kernel for one type of x, and if the template has these parameters for one V

@@ -30,7 +30,6 @@ const struct {
     {"norm_backward", "norm_backward", 4, false},
     {"norm_backward", "norm_backward_wide", 4, false},
     {"norm_backward", "sum_parts", 0, false},
-    {"tables", "table_backward", 4, true},
     {"cos_sin", "cos_sin", 0, false},
 };
 
@@ -70,7 +69,9 @@ id<MTLComputePipelineState> pipeline(id<MTLDevice> device, const Kernel& kernel,
 // Runs cos_sin for the positions 0 .. 999 and the frequency 1. Returns the largest error, or -1 if it did not run.
 double error_of_cos_sin(id<MTLDevice> device, id<MTLComputePipelineState> p) {
   constexpr int n = 1000;
-  const CosSinParams params = {1, n, 1, {0, 1}, {0, 0, 1}, 1.0f, 0.0f, PositionType::kInt32, 0};
+  CosSinArgs params{};
+  params.axes = params.pairs = params.position_strides[1] = params.inv_freq_strides[2] = 1;
+  params.tokens = n, params.factor_hi = 1, params.position_dtype = DType::kInt32;
   id<MTLBuffer> buffers[4];  // positions, inv_freq, cos, sin
   for (auto& buffer : buffers)
     if (!(buffer = [device newBufferWithLength:n * 4 options:MTLResourceStorageModeShared])) return -1;
@@ -107,7 +108,7 @@ int main(int count, char** arguments) {
                                    .vectors = v > 1,
                                    .normalised = *family == 'n' ? 3 : 0,
                                    .lanes = 32,
-                                   .position_type = int(PositionType::kInt32)};
+                                   .position_dtype = int(DType::kInt32)};
           if (count == 1) last = pipeline(device, kernel, usual);
           if (count > 1) std::ofstream(std::string(arguments[1]) + "/" + kernel.name() + ".metal") << kernel.source();
         }

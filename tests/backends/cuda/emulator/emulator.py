@@ -102,7 +102,7 @@ def _ninja(folder: Path, kind: str, extension: Path) -> str:
 
     includes = [*cpp_extension.include_paths(), pybind11.get_include(), sysconfig.get_path("include")]
     libraries = " ".join(f"-L{p} -Wl,-rpath,{p}" for p in cpp_extension.library_paths())
-    shared = sorted(p.relative_to(ROOT) for room in ("", "autograd/") for p in ROOT.glob(f"csrc/{room}*.cpp"))
+    shared = sorted(p.relative_to(ROOT) for p in ROOT.glob("csrc/*.cpp"))
     common = [extension / path.with_suffix(".o") for path in shared if path.name != "module.cpp"]
     lines = [
         f"builddir = {extension}",  # it has ninja's record of when and how the objects were made

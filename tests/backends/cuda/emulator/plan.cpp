@@ -30,24 +30,24 @@ void* set(const Given<n>& given, rope_int* strides) {
 // A call is normalised and quantised as these bits say: 0 without a norm, kNorm alone if each head is normalised.
 enum Features { kNorm = 1, kOverHeads = 2, kNormV = 4, kQuantisedK = 8, kQuantisedV = 16 };
 
-RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Tensors, 3>& qkv,
+Args args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Tensors, 3>& qkv,
                 const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<4>& cos,
                 const Given<4>& sin, int source, rope_int table_rows, rope_int inv_freq, int features, int rounding) {
-  RotateArgs a{};
-  RopeParams& p = a.params;
+  Args a{};
+  Args& p = a;
   a.x_dtype = DType(dtype);
   a.table_dtype = dtype == int(DType::kDouble) ? DType::kDouble : DType::kFloat;
   p.batch = sizes[0], p.seq = sizes[1], p.rotary_dim = sizes[3], p.rotary_start = sizes[4];
   for (int i = 0; i < kSides; i++) {
     Side& side = p.sides[i];
-    side.heads = heads[i], side.head_dim = sizes[i == kV ? 5 : 2], side.weight[1] = 1;
-    a.sides[i].in = set(std::get<0>(qkv[i]), side.in), a.sides[i].out = set(std::get<1>(qkv[i]), side.out);
+    side.heads = heads[i], side.head_dim = sizes[i == kV ? 5 : 2], side.weight_strides[1] = 1;
+    side.in = set(std::get<0>(qkv[i]), side.in_strides), side.out = set(std::get<1>(qkv[i]), side.out_strides);
   }
   p.has_cache = cache[1] > 0, p.blocks = cache[0], p.block_size = cache[1];
-  p.positions[1] = 1, p.has_positions = bool(positions), a.positions = set(positions, p.positions);
-  p.has_slots = bool(slots), a.slots = set(slots, p.slots);
-  a.cos = set(cos, p.cos), a.sin = set(sin, p.sin);
-  p.source = source, p.table_rows = table_rows, p.inv_freq[1] = inv_freq, p.rounding = rounding;
+  p.position_strides[1] = 1, p.has_positions = bool(positions), a.positions = set(positions, p.position_strides);
+  p.has_slots = bool(slots), a.slots = set(slots, p.slot_strides);
+  a.cos = set(cos, p.cos_strides), a.sin = set(sin, p.sin_strides);
+  p.source = source, p.table_rows = table_rows, p.inv_freq_strides[1] = inv_freq, p.rounding = rounding;
   p.sides[kQ].norm = p.sides[kK].norm = features & kOverHeads ? kAllHeads : features & kNorm ? kEachHead : kNoNorm;
   p.sides[kV].norm = features & kNormV ? kEachHead : kNoNorm;
   p.sides[kK].format = features & kQuantisedK ? kInt8 : kUnquantised;
@@ -64,7 +64,6 @@ py::dict of(const cuda::Plan& plan) {
   d["block"] = py::make_tuple(plan.block.x, plan.block.y, plan.block.z);
   d["grid"] = py::make_tuple(plan.grid.x, plan.grid.y, plan.grid.z);
   d["by_block"] = plan.by_block, d["table_vectors"] = t.table_vectors, d["listed"] = t.starts[kSides];
-  d["blocks_per_row"] = t.blocks_per_row;
   for (int i = kQ; i <= kK; i++) {
     const cuda::Parts& parts = t.parts[i];
     d[i == kQ ? "q" : "k"] = py::make_tuple(parts.count, parts.tokens, parts.teams);
@@ -74,47 +73,30 @@ py::dict of(const cuda::Plan& plan) {
 
 template <typename... Call>
 py::dict plan(int processors, Call... call) {
-  RotateArgs a = args(call...);
+  Args a = args(call...);
   simplify(a);
   const cuda::RotatePlan plan = cuda::plan_rotate(a, processors);
   py::dict d = of(plan);
-  d["usual"] = plan.usual.has_value(), d["seq"] = a.params.seq;
+  d["usual"] = plan.usual.has_value(), d["seq"] = a.seq;
   return d;
 }
 
 // x: the q and k that the forward call normalised.
 template <typename... Call>
 py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
-  NormBackwardArgs n{args(call...), {}};
-  for (int i = kQ; i <= kK; i++) n.x[i].data = set(x[i], n.x[i].strides);
-  merge_batch(n.rotate.params, {n.x[kQ].strides, n.x[kK].strides});
-  const cuda::BackwardPlan plan = cuda::plan_norm_backward(n);
+  Args a = args(call...);
+  for (int i = kQ; i <= kK; i++) a.sides[i].before = set(x[i], a.sides[i].before_strides);
+  merge_batch(a);
+  const cuda::BackwardPlan plan = cuda::plan_norm_backward(a);
   py::dict d = of(plan);
   d["usual"] = plan.usual.has_value();
   return d;
 }
 
-// The call has the gradients as its inputs, and as its results the q and k that were rotated.
-using Tokens = std::tuple<rope_int, rope_int, rope_int, bool>;  // rows, copies, entries, listed
 template <typename... Call>
-py::dict plan_tables(const Tokens& tokens, Call... call) {
-  TableBackwardArgs t{args(call...)};
-  for (int i = kQ; i <= kK; i++) {
-    SideData& data = t.rotate.sides[i];
-    Side& side = t.rotate.params.sides[i];
-    t.x[i].data = data.out, data.out = const_cast<void*>(data.in);
-    std::copy(side.out, side.out + 4, t.x[i].strides);
-    std::copy(side.in, side.in + 4, side.out);
-  }
-  std::tie(t.tokens.rows, t.tokens.sequences, t.tokens.entries, t.tokens.listed) = tokens;
-  return of(cuda::plan_table_backward(t));
-}
-
-template <typename... Call>
-void bind(py::module_& m, RotateArgs (*)(Call...)) {
+void bind(py::module_& m, Args (*)(Call...)) {
   m.def("plan", &plan<Call...>);
   m.def("plan_backward", &plan_backward<Call...>);
-  m.def("plan_tables", &plan_tables<Call...>);
 }
 
 }  // namespace
