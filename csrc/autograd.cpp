@@ -6,7 +6,6 @@
 // written out, because a product of a far position and a frequency would round the angle.
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/promote_types.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -156,7 +155,7 @@ struct Derivatives : torch::autograd::Function<Derivatives> {
     Stack flags;
     for (size_t i = 0; i < op.schema.arguments().size(); i++) flags.push_back(ctx->saved_data[std::to_string(i)]);
     const variable_list own = ctx->get_saved_variables();
-    const Call call = with_tensors(op.read(flags), own);
+    const Call call = with_tensors(op.read_flags(flags), own);
     const std::vector<int64_t> numbers = ctx->saved_data["numbers"].toIntVector();
     const auto wanted = [&](int i) {
       const auto at = std::find(numbers.begin(), numbers.end(), i);
@@ -263,8 +262,8 @@ variable_list axial_cos_sin(const Tensor& positions, const Tensor& inv_freq, dou
 // Returns the dtype in which derivatives are computed.
 at::ScalarType type_of_derivative(const Tensor& positions, const Tensor& inv_freq,
                                   std::optional<at::ScalarType> dtype) {
-  const at::ScalarType type = at::promote_types(positions.scalar_type(), inv_freq.scalar_type());
-  return at::promote_types(type, dtype.value_or(at::kFloat));
+  const at::ScalarType type = c10::promoteTypes(positions.scalar_type(), inv_freq.scalar_type());
+  return c10::promoteTypes(type, dtype.value_or(at::kFloat));
 }
 
 // These two broadcast positions [axes, *P] and frequencies [axes, pairs] to [axes, *P, pairs]. Frequencies
@@ -279,13 +278,14 @@ Tensor inv_freq_over_positions(Tensor inv_freq, const Tensor& positions, at::Sca
 struct DerivativesOfCosSin : torch::autograd::Function<DerivativesOfCosSin> {
   static variable_list forward(AutogradContext* ctx, const Tensor& positions, const Tensor& inv_freq, const Call* call,
                                const variable_list* own) {
+    Call below = *call;
+    below.positions = &positions, below.inv_freq = &inv_freq;
+    const variable_list results = call_below(find("axial_cos_sin"), below);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward(*own);
     ctx->saved_data["attention_factor"] = call->attention_factor;
     ctx->saved_data["type"] = type_of_derivative(positions, inv_freq, call->dtype);
-    Call below = *call;
-    below.positions = &positions, below.inv_freq = &inv_freq;
-    return call_below(find("axial_cos_sin"), below);
+    return results;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list own = ctx->get_saved_variables();

@@ -48,9 +48,9 @@ DType dtype_of(const Tensor& t) {
   return DType(std::find(std::begin(kTypes), std::end(kTypes), t.scalar_type()) - kTypes);
 }
 
-// Returns the address of the first element, or null for a tensor without memory of its own.
+// Returns the address of the first element, or null for a tensor that has no memory or that wraps others.
 void* address(const Tensor& t, bool is_written = false) {
-  if (!t.has_storage()) return nullptr;
+  if (!t.has_storage() || t.key_set().has(c10::DispatchKey::Python)) return nullptr;
   return is_written ? t.mutable_data_ptr() : const_cast<void*>(t.const_data_ptr());
 }
 

@@ -335,13 +335,9 @@ void for_each_tensor(const Call& call, F&& f) {
   for_each_parameter(call, f);
 }
 
-// Checks that all tensors are on the device of q, and that none is None. From Python, None passes for an argument that
-// the schema declares as Tensor.
+// Checks that all tensors are on the device of q.
 void check_devices(const Call& call) {
-  for_each_tensor(call, [&](const Named& t) {
-    ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor");
-    check_same_device(call, t, in(call, kQ));
-  });
+  for_each_tensor(call, [&](const Named& t) { check_same_device(call, t, in(call, kQ)); });
 }
 
 // Checks that a tensor which is written shares no memory with another tensor or with itself. Slices of one packed
@@ -389,7 +385,6 @@ void check_overlap(const Call& call) {
 void check_gradients(const Call& call) {
   for (int side : {kQ, kK}) {
     const Named x = in(call, side), gradient{side == kQ ? "q_out_grad" : "k_out_grad", call.sides[side].gradient};
-    ROPE_CHECK_VALUE(gradient->defined(), gradient.name, " is None but must be a tensor");
     check_same_type(call, gradient, x);
     check_same_shape(call, gradient, x);
     check_same_device(call, gradient, x);
@@ -440,8 +435,6 @@ void check(const Call& call, bool in_place) {
 
 at::ScalarType check_cos_sin(const Call& call, bool axes) {
   const Tensor &positions = *call.positions, &inv_freq = *call.inv_freq;
-  ROPE_CHECK_VALUE(positions.defined(), "positions is None but must be a tensor");
-  ROPE_CHECK_VALUE(inv_freq.defined(), "inv_freq is None but must be a tensor");
   const at::ScalarType type = positions.scalar_type(), result = call.dtype.value_or(at::kFloat);
   const bool is_float = type == at::kFloat || type == at::kDouble;
   const char* advice = type == at::kHalf       ? ", because float16 has no odd number above 2048"

@@ -13,16 +13,13 @@ struct Meta : AnyBackend {
 };
 
 struct Definition : AnyBackend {
-  // Refuses a tensor that is None, nested, sparse or quantized.
+  // Refuses a tensor that is nested, sparse or quantized.
   static void begin(const Operator& op, const Stack& stack) {
     const auto& arguments = op.schema.arguments();
     const auto values = torch::jit::last(stack, arguments.size());
     for (size_t i = 0; i < values.size(); i++) {
       const std::string& name = arguments[i].name();
-      const bool is_needed = arguments[i].type()->kind() == c10::TypeKind::TensorType;
-      const bool is_given = values[i].isTensor() && values[i].toTensor().defined();
-      TORCH_CHECK_VALUE(is_given || !is_needed, op.name, ": ", name, " is None but must be a tensor");
-      if (!is_given) continue;
+      if (!values[i].isTensor() || !values[i].toTensor().defined()) continue;
       const Tensor& t = values[i].toTensor();
       TORCH_CHECK_NOT_IMPLEMENTED(
           !t.is_nested(), op.name, ": ", name,

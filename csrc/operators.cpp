@@ -48,8 +48,10 @@ constexpr Field kFields[] = {
     {"dtype", &Call::dtype},
 };
 
+bool is_given(const c10::IValue& v) { return v.isTensor() && v.toTensor().defined(); }
+
 // These convert an argument from the dispatcher's form, and back. None is a null tensor.
-void from_value(const c10::IValue& v, const Tensor*& to) { to = v.isTensor() ? &v.toTensor() : nullptr; }
+void from_value(const c10::IValue& v, const Tensor*& to) { to = is_given(v) ? &v.toTensor() : nullptr; }
 void from_value(const c10::IValue& v, c10::SymInt& to) { to = v.toSymInt(); }
 void from_value(const c10::IValue& v, double& to) { to = v.toDouble(); }
 void from_value(const c10::IValue& v, bool& to) { to = v.toBool(); }
@@ -116,7 +118,7 @@ Operator::Operator(const std::string& text)
   }
 }
 
-Call Operator::read(const Stack& stack) const {
+Call Operator::read_flags(const Stack& stack) const {
   Call call{name.c_str()};
   const c10::IValue* value = stack.data() + stack.size() - fields_.size();
   for (const Field* field : fields_) {
@@ -124,6 +126,16 @@ Call Operator::read(const Stack& stack) const {
     value++;
   }
   return call;
+}
+
+Call Operator::read(const Stack& stack) const {
+  const c10::IValue* value = stack.data() + stack.size() - fields_.size();
+  for (const c10::Argument& argument : schema.arguments()) {
+    TORCH_CHECK_VALUE(is_given(*value) || argument.type()->kind() != c10::TypeKind::TensorType, name, ": ",
+                      argument.name(), " is None but must be a tensor");
+    value++;
+  }
+  return read_flags(stack);
 }
 
 Stack Operator::arguments(const Call& call) const {

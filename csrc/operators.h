@@ -25,8 +25,10 @@ struct Operator {
 
   explicit Operator(const std::string& schema);
 
-  // Returns the arguments on the top of the stack. The call holds pointers to the tensors there.
+  // Returns the arguments on the top of the stack. The call holds pointers to the tensors there. From Python, None
+  // passes for an argument that the schema declares as Tensor: read() raises a ValueError, read_flags() does not.
   Call read(const Stack& stack) const;
+  Call read_flags(const Stack& stack) const;
   // Returns the arguments of a call as the dispatcher takes them.
   Stack arguments(const Call& call) const;
   // Replaces the arguments on the top of the stack by results, which it moves.
