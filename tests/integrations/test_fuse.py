@@ -203,21 +203,9 @@ CHANGES = {
     "nothing": ("", "", ""),
     "a clamp": (ROTATED, ROTATED + "    key_states = key_states.clamp(-8, 8)\n", "its forward uses clamp"),
     "a slice": (ROTATED, ROTATED + "    key_states = key_states[:, :, -512:]\n", "its forward uses [None:None]"),
-    "a factor": (
-        "apply_rotary_pos_emb(query_states, ",
-        "apply_rotary_pos_emb(query_states * 2, ",
-        "its forward uses *",
-    ),
-    "the length": (
-        ROTATED,
-        ROTATED + "    if input_shape > (1, 2):\n        sin = cos\n",
-        "its forward uses COMPARE_OP",
-    ),
-    "the layer": (
-        ROTATED,
-        ROTATED + "    if self.layer_idx:\n        sin = cos\n",
-        "its forward uses if self.layer_idx",
-    ),
+    "a factor": ("pos_emb(query_states, ", "pos_emb(query_states * 2, ", "its forward uses *"),
+    "the length": (ROTATED, ROTATED + "    sin = cos if input_shape > (1, 2) else sin\n", "its forward uses COMPARE_OP"),
+    "the layer": (ROTATED, ROTATED + "    sin = cos if self.layer_idx else sin\n", "its forward uses if self.layer_idx"),
     "a store": (ROTATED, ROTATED + "    self.config = key_states\n", "its forward uses STORE_ATTR"),
     "a default": ("**kwargs:", "*, cap=abs, **kwargs:", "its forward has arguments of its own"),
     "other arguments": (
