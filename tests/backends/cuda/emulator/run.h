@@ -125,8 +125,8 @@ inline bool in_kernel() { return uintptr_t(__builtin_frame_address(0)) - run.sta
 // Ends the launch with a finding.
 template <typename... T>
 [[noreturn, gnu::noinline]] void stop(const void* where, const T&... what) {
-  run.stack =
-      0;  // ignore accesses: the linker may take an instrumented copy of std::string from a kernel's object file
+  // Ignores accesses, because the linker may take an instrumented copy of std::string from a kernel's object file.
+  run.stack = 0;
   run.finding = join(what...);
   run.where = where;
   leave();
