@@ -198,34 +198,26 @@ def test_roundings_are_tried_when_a_layer_first_needs_them(monkeypatch):
 ROTATED, DIFFERS = "    cos, sin = position_embeddings\n", "the results would differ"
 ARGUMENTS = "self, hidden_states, position_embeddings, attention_mask"
 V = "self.v_proj(hidden_states).view(hidden_shape)"
+# What is added to the forward, and what it uses then.
+ADDED = {
+    "a clamp": ("key_states = key_states.clamp(-8, 8)", "clamp"),
+    "a slice": ("key_states = key_states[:, :, -512:]", "[None:None]"),
+    "the length": ("sin = cos if input_shape > (1, 2) else sin", "COMPARE_OP"),
+    "the layer": ("sin = cos if self.layer_idx else sin", "if self.layer_idx"),
+    "a store": ("self.config = key_states", "STORE_ATTR"),
+    "a method": ("key_states = self.view(key_states)", "view"),
+}
 # What stands in the place of a part of the forward, and why the layer is kept apart then.
 CHANGES = {
+    **{name: (ROTATED, f"{ROTATED}    {line}\n", f"its forward uses {word}") for name, (line, word) in ADDED.items()},
     "nothing": ("", "", ""),
-    "a clamp": (ROTATED, ROTATED + "    key_states = key_states.clamp(-8, 8)\n", "its forward uses clamp"),
-    "a slice": (ROTATED, ROTATED + "    key_states = key_states[:, :, -512:]\n", "its forward uses [None:None]"),
-    "a factor": (
-        "apply_rotary_pos_emb(query_states, ",
-        "apply_rotary_pos_emb(query_states * 2, ",
-        "its forward uses *",
-    ),
-    "the length": (
-        ROTATED,
-        ROTATED + "    if input_shape > (1, 2):\n        sin = cos\n",
-        "its forward uses COMPARE_OP",
-    ),
-    "the layer": (
-        ROTATED,
-        ROTATED + "    if self.layer_idx:\n        sin = cos\n",
-        "its forward uses if self.layer_idx",
-    ),
-    "a store": (ROTATED, ROTATED + "    self.config = key_states\n", "its forward uses STORE_ATTR"),
+    "a factor": ("pos_emb(query_states, ", "pos_emb(query_states * 2, ", "its forward uses *"),
     "a default": ("**kwargs:", "*, cap=abs, **kwargs:", "its forward has arguments of its own"),
     "other arguments": (
         "cache: Cache | None = None,",
         "cache=None, more=None,",
         f"its forward takes {ARGUMENTS}, cache, more but must take {ARGUMENTS}, past_key_values",
     ),
-    "a method": (ROTATED, ROTATED + "    key_states = self.view(key_states)\n", "its forward uses view"),
     "other cells": ("cache.update(key_states, value_states,", "cache.update(value_states, key_states,", DIFFERS),
     "another window": ("sliding_window=self.sliding_window,", "sliding_window=self.layer_idx,", DIFFERS),
     "more dropout": ("0.0 if not self.training else self.attention_dropout", "self.attention_dropout", DIFFERS),

@@ -58,20 +58,6 @@ def test_a_copy_computes_with_its_own_weights(calls):
     assert not torch.equal(model(tokens()).logits, stock(tokens()).logits)
 
 
-@pytest.mark.parametrize("printed", [False, True])
-def test_undo_warns_of_the_method_that_was_replaced_since(printed, calls):
-    model = make()
-    expected, patched = model(tokens()).logits, patch(model)
-    attention = model.model.layers[1].self_attn
-    ours, attention.forward = attention.forward, lambda *args, **kwargs: ours(*args, **kwargs)
-    if printed:
-        assert "forward of 1 LlamaAttention" in str(patched)  # that of the other layer
-    with pytest.warns(UserWarning, match="model.layers.1.self_attn.forward was replaced after .* stays as it is"):
-        patched.undo()
-    calls.clear()
-    assert torch.equal(model(tokens()).logits, expected) and len(calls) == 1
-
-
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patch first", "hooks first"])
 def test_hooks_of_accelerate_may_be_added_before_or_after(patch_first, calls):
     """undo() works while they are there, and after they were removed."""

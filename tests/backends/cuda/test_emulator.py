@@ -47,52 +47,44 @@ def test_memory_that_was_not_written_holds_nans(any_order):
 
 MEMORY = "of an allocation of 1024 bytes"
 SHUFFLE = "__shfl_xor_sync in line"
-# kernel, threads, regular expression of the message; None: no mistake
+# kernel, blocks, threads of a block, regular expression of the message; None: no mistake
 MISTAKES = [
-    ("past_the_end", 1, f"read of 4 bytes, 0 bytes past the end {MEMORY}.*selftest.cu"),
-    ("before_the_start", 1, f"write of 4 bytes, 8 bytes before the start {MEMORY}"),
-    ("null_pointer", 1, "read of 4 bytes through a null pointer"),
-    ("misaligned", 1, "misaligned pointer"),
-    ("two_writes", 2, r"two writes of memory at byte 0 of 1024, with block \(0, 0, 0\), thread \([01], 0, 0\)"),
-    ("neighbour", 8, "read after write of memory|write after read of memory"),
-    ("halves_of_an_element", 2, None),
-    ("block_sum without barrier", 256, "race, .* of shared memory.*block_sum"),
-    ("through_a_warp without barrier", 32, "race, .* of shared memory"),
-    ("half_at_a_barrier", 64, r"leaves the kernel while \d+ others wait at __syncthreads in line|"
-                              r"__syncthreads .* after \d+ threads of the block have left"),
-    ("two_barriers", 64, "__syncthreads in line .* while other threads of the block wait at __syncthreads in line"),
-    ("full_mask_in_a_branch", 32, f"leaves the kernel while lane .* waits for it at {SHUFFLE}|which has left the kernel"),
-    ("part_of_a_mask", 32, "the mask does not name exactly the lanes of the warp"),
-    ("warp_sum", 40, "the mask does not name exactly the lanes of the warp"),
-    ("barrier_against_shuffle", 32, f"__syncthreads in line .*waits for it at {SHUFFLE}|"
-                                    "lane 3, which waits at __syncthreads in line"),
-    ("two_shuffles", 32, f"{SHUFFLE} .* lane .* waits at {SHUFFLE}"),
-    ("asserts", 8, r'device-side assert triggered: int\(threadIdx.x\) != 5 && "five", .*selftest.cu:.*thread \(5, 0, 0\)'),
-    ("dependent", 8, None),
-    ("dependent that does not wait", 8, "read of memory before the thread waits for the previous launch"),
-    ("overflow", 1, r"integer overflow in \+"),
+    ("past_the_end", 1, 1, f"read of 4 bytes, 0 bytes past the end {MEMORY}.*selftest.cu"),
+    ("before_the_start", 1, 1, f"write of 4 bytes, 8 bytes before the start {MEMORY}"),
+    ("null_pointer", 1, 1, "read of 4 bytes through a null pointer"),
+    ("misaligned", 1, 1, "misaligned pointer"),
+    ("two_writes", 1, 2, r"two writes of memory at byte 0 of 1024, with block \(0, 0, 0\), thread \([01], 0, 0\)"),
+    ("two_writes", 5, 1, r"two writes of memory at byte 0 of 1024, with block \(\d, 0, 0\), thread"),
+    ("neighbour", 1, 8, "read after write of memory|write after read of memory"),
+    ("halves_of_an_element", 1, 2, None),
+    ("block_sum without barrier", 1, 256, "race, .* of shared memory.*block_sum"),
+    ("through_a_warp without barrier", 1, 32, "race, .* of shared memory"),
+    ("half_at_a_barrier", 1, 64, r"__syncthreads in line \d+ .* thread \(32, 0, 0\), which has left the kernel"),
+    ("two_barriers", 1, 64, r"__syncthreads in line .* thread \(32, 0, 0\), which is at __syncthreads in line"),
+    ("full_mask_in_a_branch", 1, 32, fr"{SHUFFLE} .* thread \(16, 0, 0\), which has left the kernel"),
+    ("part_of_a_mask", 1, 32, "the mask does not name exactly the lanes of the warp"),
+    ("warp_sum", 1, 40, "the mask does not name exactly the lanes of the warp"),
+    ("barrier_against_shuffle", 1, 32, fr"{SHUFFLE} .* thread \(3, 0, 0\), which is at __syncthreads in line"),
+    ("two_shuffles", 1, 32, fr"{SHUFFLE} .* thread \(1, 0, 0\), which is at {SHUFFLE}"),
+    ("asserts", 1, 8, r'device-side assert triggered: int\(threadIdx.x\) != 5 && "five", .*selftest.cu:.*thread \(5, 0, 0\)'),
+    ("two_writes", 1, 1, None),
+    ("dependent", 1, 8, None),
+    ("dependent that does not wait", 1, 8, "read of memory before the thread waits for the previous launch"),
+    ("overflow", 1, 1, r"integer overflow in \+"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel, threads, message", MISTAKES, ids=[kernel for kernel, *_ in MISTAKES])
-def test_a_mistake_is_reported(kernel, threads, message, any_order):
+@pytest.mark.parametrize("kernel, blocks, threads, message", MISTAKES, ids=[kernel for kernel, *_ in MISTAKES])
+def test_a_mistake_is_reported(kernel, blocks, threads, message, any_order):
     x, out = fresh(256)
-    for _ in range(2):  # a failed launch does not change the next one
+    for _ in range(2):  # a launch does not change the next one, and is no race with it
         if message is None:
-            run(kernel, 1, threads, x, out)
+            run(kernel, blocks, threads, x, out)
             continue
         with pytest.raises(RuntimeError) as error:
-            run(kernel, 1, threads, x, out)
+            run(kernel, blocks, threads, x, out)
         assert re.search(message, str(error.value)), error.value
     run("warp_sum", 4, 64, x, out)
-
-
-def test_a_race_of_two_thread_blocks_is_reported(any_order):
-    x, out = fresh(256)
-    with pytest.raises(RuntimeError, match=r"two writes of memory at byte 0 of 1024, with block \(\d, 0, 0\), thread"):
-        run("two_writes", 5, 1, x, out)
-    for _ in range(2):  # two launches are no race: one follows the other
-        run("two_writes", 1, 1, x, out)
 
 
 def test_freed_and_foreign_memory_must_not_be_touched():

@@ -9,10 +9,15 @@ import inspect
 import re
 from types import SimpleNamespace
 
-import diffusers
 import torch
-from diffusers.models import embeddings
-from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+from cases import missing, needed
+
+diffusers = needed("diffusers")
+if not hasattr(diffusers, "Ideogram4Transformer2DModel"):
+    missing("diffusers 0.42")
+
+from diffusers.models import embeddings  # noqa: E402
+from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache  # noqa: E402
 
 # The models that cannot run in bfloat16, and why.
 FLOAT32_ONLY = {
@@ -27,6 +32,8 @@ FORWARD_ONLY = dict.fromkeys(
 
 # Inputs that the pipelines leave in float32 when the model has another dtype.
 TABLES = {"image_rotary_emb", "rotary_embedding", "video_rotary_emb", "position_ids"}
+# The inputs that no gradient is compared of: the camera's is the difference of large numbers.
+NO_GRADIENT = {*TABLES, "img_ids", "txt_ids", "image_cond_ids", "camera_conditions"}
 
 
 def r(*shape):

@@ -1,113 +1,32 @@
-"""Tests of patch for every transformer of diffusers that rotates: its bits, and ways to run a patched Flux and Wan.
+"""Tests ways to run a patched Flux and Wan, and exact angles of models of diffusers.
 
-tests/integrations/test_conventions.py tests what patch changes, leaves alone and refuses.
+test_bits.py tests the bits of every model, and tests/integrations/test_conventions.py what patch changes and refuses.
 """
 
 import copy
-from collections import defaultdict
 
 import pytest
 import torch
-from cases import missing, needed
+from cases import needed
 from layers import counting, unpatched
 from layers import rotations as rotations
-from pages import compare, listed, said
-from training import cast, close, difference, output, same, train_step
+from training import close, difference, output, same, train_step
 
 diffusers = needed("diffusers")
-if not hasattr(diffusers, "Ideogram4Transformer2DModel"):
-    missing("diffusers 0.42")
 
-from diffusion_models import FLOAT32_ONLY, MODELS, TABLES  # noqa: E402
+from diffusion_models import MODELS, NO_GRADIENT  # noqa: E402
 
 from torch_rope import frequencies  # noqa: E402
-from torch_rope.integrations import _bits  # noqa: E402
 from torch_rope.integrations.diffusers import patch  # noqa: E402
 
 pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
 
-# The largest allowed differences, as parts of the largest output and of the largest gradient: about four times the
-# largest ones that were seen. A model that does not rotate differs by BROKEN or more.
-OUTPUTS, GRADIENTS, BROKEN = 4e-6, 1e-4, 1e-2
-
-# The models that rotate by their own functions, always or in training, and why.
-NO_ROTATION = {"ErnieImageTransformer2DModel": "its tables have different angles for the two channels of a pair"}
-NOT_TRAINED = {"MochiTransformer3DModel": "its tables need a gradient, which is a sum over tokens in another order"}
-# The models with layers that fuse=True fuses.
-FUSED = {
-    "FluxTransformer2DModel", "ChromaTransformer2DModel", "BriaTransformer2DModel", "LongCatImageTransformer2DModel",
-    "OvisImageTransformer2DModel", "WanTransformer3DModel", "WanTransformer3DModel, i2v", "WanVACETransformer3DModel",
-    "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel", "WanAnimateTransformer3DModel",
-}  # fmt: skip
-# The models whose processors write the rotation out, and call no function that rotates.
-REFUSED = ["Cosmos3OmniTransformer", "Ideogram4Transformer2DModel"]
-SERVED = [name for name in MODELS if name not in REFUSED]
-# The inputs that no gradient is compared of: the camera's is the difference of large numbers.
-NO_GRADIENT = {*TABLES, "img_ids", "txt_ids", "image_cond_ids", "camera_conditions"}
+# The largest allowed differences, as parts of the largest output and of the largest gradient.
+OUTPUTS, GRADIENTS = 4e-6, 1e-4
 
 
 def step(model, inputs):
-    trained = any(p.requires_grad for p in model.parameters())
-    return train_step(model, inputs, [n for n in inputs if trained and n not in NO_GRADIENT])
-
-
-def test_the_documentation_lists_the_tested_models():
-    classes = defaultdict(set, {"refused: the rotation is written out in the processor": set(REFUSED)})
-    for name in SERVED:
-        without = [f"computes as without torch_rope, and warns: {NO_ROTATION[name]}"] if name in NO_ROTATION else []
-        for call in without or said(patch(MODELS[name]()[0])):
-            classes[call].add(name.split(",")[0])
-    compare("integrations/diffusers.md", classes=listed(["what patch says", "classes"], classes))
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_a_patched_model_has_the_bits_of_the_unpatched_model(name, rotations):
-    """The outputs and all gradients have the same bits, in float32 and bfloat16."""
-    model, inputs = MODELS[name]()
-    for dtype in [torch.float32] if name in FLOAT32_ONLY else [torch.float32, torch.bfloat16]:
-        inputs |= cast({n: value for n, value in inputs.items() if n not in TABLES}, dtype)
-        expected = step(model.to(dtype), inputs)
-        with torch.inference_mode():  # torch 2.15's attention may have other bits there
-            inferred = output(model, inputs)
-        with patch(model):
-            rotations.clear()  # patch itself tries rotations
-            actual = step(model, inputs)
-            assert set(rotations) == {not (name in NO_ROTATION or name in NOT_TRAINED)}
-            with torch.inference_mode():
-                rotations.clear()
-                assert all(map(torch.equal, output(model, inputs), inferred))
-                assert set(rotations) == {name not in NO_ROTATION}
-        assert same(actual, expected)
-        assert same(step(model, inputs), expected)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_rotation_that_is_written_out_is_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=f"{name} is not patched: .* calls _rotate_half"):
-        patch(MODELS[name]()[0])
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(name, rotations, monkeypatch):
-    model, inputs = MODELS[name]()
-    expected = step(model, inputs)
-    for options in ({"fuse": True}, {"rounding": "once"}):
-        with patch(model, **options) as patched:
-            rotations.clear()
-            assert close(step(model, inputs), expected, OUTPUTS, GRADIENTS)
-            fused = name in FUSED and "fuse" in options
-            if name not in NOT_TRAINED:
-                assert set(rotations) - {fused} == {name not in NO_ROTATION} - {fused}  # all or some layers are fused
-            assert ("rounded once (" in str(patched)) == ("rounding" in options)
-            assert ("; fused: " in str(patched)) == fused
-            if "rounding" in options and name not in NO_ROTATION:
-                monkeypatch.setattr(_bits, "_rotate", lambda x, *args, **kwargs: x)
-                monkeypatch.setattr(_bits, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
-                with torch.no_grad():
-                    assert difference(output(model, inputs), expected[0]) > BROKEN
-
-
-# ---- ways to run Flux and Wan ----
+    return train_step(model, inputs, [n for n in inputs if n not in NO_GRADIENT])
 
 
 flux, wan = MODELS["FluxTransformer2DModel"], MODELS["WanTransformer3DModel"]

@@ -34,7 +34,7 @@ def train_step(model, inputs, leaves=()):
     torch.manual_seed(0)
     outputs = floats(model(**inputs))
     # Each output gets another gradient.
-    total = sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in outputs)
+    total = sum((t * torch.linspace(-1, 1, t.numel()).view_as(t).to(t)).sum() for t in outputs)
     if total.requires_grad:
         total.backward()
     return [t.detach() for t in outputs], {n: t.grad for n, t in named.items() if t.grad is not None}

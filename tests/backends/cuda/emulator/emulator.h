@@ -1,6 +1,7 @@
 // Runs compute kernels that were compiled as C++, and checks every load and store. The threads of a grid run one after
-// another; those that wait for each other are fibers. "Block" is short for CUDA's thread block or Metal's threadgroup,
-// and a warp is 32 threads of it. If a kernel makes a mistake, launch() throws a std::runtime_error that describes it.
+// another, each on its own stack, until they wait for each other. "Block" is short for CUDA's thread block or Metal's
+// threadgroup, and a warp is 32 threads of it. If a kernel makes a mistake, launch() throws a std::runtime_error that
+// describes it.
 //
 // Some mistakes are not noticed:
 // - accesses by memcpy in code compiled with g++, unless of 1, 2, 4, 8 or 16 bytes (copies of structs are noticed);
@@ -32,7 +33,7 @@ struct Launch {
   size_t shared_bytes = 0;
 };
 // The shared variables are the thread_local variables of the kernels' object files, which must be linked before
-// emulator.o.
+// launch.o.
 void launch(const Launch&);
 
 // Allocates memory that kernels may touch. It has guards on both sides, and every byte is 0xff at first.

@@ -58,7 +58,12 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The CUDA back end of torch_rope, emulated on the CPU.";
   m.attr("devices") = py::make_tuple("cuda emulated");
   m.def(
-      "install_allocator", [] { c10::SetCPUAllocator(new GuardedAllocator, 255); },
+      "install_allocator",
+      [] {
+#ifndef __SANITIZE_ADDRESS__  // which guards all memory itself
+        c10::SetCPUAllocator(new GuardedAllocator, 255);
+#endif
+      },
       "Makes torch allocate all CPU memory with guards, which the emulator checks.");
   m.def(
       "allow_foreign", [](bool allow) { emulator::options.foreign = allow; },

@@ -154,92 +154,87 @@ Buffer::~Buffer() { bytes > kSparse ? void(munmap(data, bytes)) : emulator::rele
 
 namespace {
 
-// Checks what Metal's own validation checks.
-void validate(const Dispatch& d) {
-  if (!d.pipeline.kernel) fail("no pipeline was set before the dispatch");
-  const Kernel& k = *d.pipeline.kernel;
-  const auto wrong = [&](const auto&... what) {
-    std::ostringstream out;
-    out << k.name << ": ";
-    (out << ... << what);
-    fail(out.str());
-  };
-  const size_t group = d.group[0] * d.group[1] * d.group[2];
-  if (!group) wrong("the threadgroup is empty");
-  const size_t most = most_threads(d.pipeline);
-  if (group > most) wrong("a threadgroup has ", group, " threads but must have at most ", most);
+template <typename... T>
+[[noreturn]] void wrong(const Dispatch& d, const T&... what) {
+  std::ostringstream out;
+  out << d.pipeline.kernel->name << ": ";
+  (out << ... << what);
+  fail(out.str());
+}
+
+emulator::Size3 size_of(const size_t (&n)[3]) { return {unsigned(n[0]), unsigned(n[1]), unsigned(n[2])}; }
+
+// Checks the sizes of the grid and of the threadgroups, as Metal's own validation does.
+void check_sizes(const Dispatch& d) {
+  const size_t group = d.group[0] * d.group[1] * d.group[2], most = most_threads(d.pipeline);
+  if (!group) wrong(d, "the threadgroup is empty");
+  if (group > most) wrong(d, "a threadgroup has ", group, " threads but must have at most ", most);
   for (const size_t threads : d.threads) {
-    if (!threads) wrong("the grid is empty");
-    if (threads > UINT32_MAX) wrong("the grid has ", threads, " threads on an axis but must have at most ", UINT32_MAX);
+    if (!threads) wrong(d, "the grid is empty");
+    if (threads > UINT32_MAX)
+      wrong(d, "the grid has ", threads, " threads on an axis but must have at most ", UINT32_MAX);
   }
-  size_t shared = 0;
-  const std::vector<bool>& absent = d.pipeline.absent;
-  for (int i = 0; i < k.count; i++) {
-    const auto [attribute, index, _] = k.parameters[i];
-    const Type& type = k.types[i];
-    if (attribute == kthreadgroup) {
-      const size_t bytes = d.threadgroup_memory[index];
-      if (!bytes) wrong("threadgroup memory ", index, " has no length");
-      shared += bytes;
-    }
-    if (attribute != kbuffer) continue;
-    const Binding& b = d.buffers[index];
-    if (absent[i]) {
-      if (b.memory && b.pipeline == d.pipelines)
-        wrong("buffer ", index, " is bound, but the function constants leave it out");
-      continue;
-    }
-    if (!b.memory) wrong("buffer ", index, " is not bound");
-    if (b.pipeline != d.pipelines) wrong("buffer ", index, " is left over from an earlier pipeline");
-    const size_t bytes = b.memory->bytes - b.offset;
-    if (b.offset % type.alignment) wrong("byte offset ", b.offset, " of buffer ", index, " is misaligned");
-    if (type.reference && (b.by_value ? bytes != type.size : bytes < type.size))
-      wrong("buffer ", index, " has ", bytes, " bytes but must have ", type.size, ", the size of the parameter");
-    if (b.by_value && type.writable)
-      wrong("buffer ", index, " was set by setBytes but must be a real buffer, because the kernel may write it");
-  }
-  if (shared > kThreadgroupMemory)
-    wrong("threadgroup memory has ", shared, " bytes but must have at most ", kThreadgroupMemory);
+}
+
+// Checks a buffer of a kernel, as Metal's own validation does.
+void check_buffer(const Dispatch& d, int index, const Type& type) {
+  const Binding& b = d.buffers[index];
+  if (!b.memory) wrong(d, "buffer ", index, " is not bound");
+  if (b.pipeline != d.pipelines) wrong(d, "buffer ", index, " is left over from an earlier pipeline");
+  const size_t bytes = b.memory->bytes - b.offset;
+  if (b.offset % type.alignment) wrong(d, "byte offset ", b.offset, " of buffer ", index, " is misaligned");
+  if (type.reference && (b.by_value ? bytes != type.size : bytes < type.size))
+    wrong(d, "buffer ", index, " has ", bytes, " bytes but must have ", type.size, ", the size of the parameter");
+  if (b.by_value && type.writable)
+    wrong(d, "buffer ", index, " was set by setBytes but must be a real buffer, because the kernel may write it");
 }
 
 }  // namespace
 
 void run(const Dispatch& d) {
-  validate(d);
+  if (!d.pipeline.kernel) fail("no pipeline was set before the dispatch");
+  check_sizes(d);
   const std::lock_guard<std::mutex> lock(mutex);
   const Kernel& k = *d.pipeline.kernel;
   set_constants(d.pipeline);
-  Call call{&k, {}, {}, {}};
+  Call call{&k, size_of(d.group), size_of(d.threads), {}};
   std::vector<emulator::Bound> bound;
   size_t shared = 0;
   for (int i = 0; i < k.count; i++) {
     const auto [attribute, index, _] = k.parameters[i];
-    if (d.pipeline.absent[i]) continue;
     if (attribute == kthreadgroup) {
+      if (!d.threadgroup_memory[index]) wrong(d, "threadgroup memory ", index, " has no length");
       call.data[i] = threadgroup_memory + shared;
       shared += d.threadgroup_memory[index];
-    } else if (const Binding& b = d.buffers[index]; attribute == kbuffer) {
-      call.data[i] = b.memory->data + b.offset;
-      bound.push_back({b.memory->data, k.types[i].writable});
     }
+    if (attribute != kbuffer) continue;
+    const Binding& b = d.buffers[index];
+    if (d.pipeline.absent[i]) {
+      if (b.memory && b.pipeline == d.pipelines)
+        wrong(d, "buffer ", index, " is bound, but the function constants leave it out");
+      continue;
+    }
+    check_buffer(d, index, k.types[i]);
+    call.data[i] = b.memory->data + b.offset;
+    bound.push_back({b.memory->data, k.types[i].writable});
   }
-  const auto size = [](const auto& of) { return emulator::Size3(unsigned(of(0)), unsigned(of(1)), unsigned(of(2))); };
-  call.group = size([&](int i) { return d.group[i]; });
-  call.threads = size([&](int i) { return d.threads[i]; });
-  const emulator::Size3 grid = size([&](int i) { return groups(d, i); });
+  if (shared > kThreadgroupMemory)
+    wrong(d, "threadgroup memory has ", shared, " bytes but must have at most ", kThreadgroupMemory);
+  size_t grid[3];
+  for (int axis = 0; axis < 3; axis++) grid[axis] = groups(d, axis);
   rints = 0;
   emulator::last_launches();
   std::string finding;
   try {
     const FlushDenormals flush;
-    emulator::launch({grid, call.group, reinterpret_cast<const void*>(k.function),
+    emulator::launch({size_of(grid), call.group, reinterpret_cast<const void*>(k.function),
                       [](const void* c) { static_cast<const Call*>(c)->kernel->call(*static_cast<const Call*>(c)); },
                       &call, false, call.threads, &bound, threadgroup_memory, shared});
   } catch (const std::exception& error) {
     finding = error.what();
   }
   record(d);
-  if (!finding.empty()) fail(std::string(k.name) + ": " + finding);
+  if (!finding.empty()) wrong(d, finding);
 }
 
 unsigned value(const Call& c, Attribute attribute, int axis) {

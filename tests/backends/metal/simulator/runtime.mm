@@ -220,18 +220,17 @@ id made_by(NSError** error, F make) {
   delete now_;
   [super dealloc];
 }
-- (void)check:(const char*)what {
-  check_on_queue(what);
+- (void)got:(const char*)message {
+  check_on_queue(message);
+  now_->messages[message]++;
 }
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
-  [self check:"setComputePipelineState"];
-  now_->messages["setComputePipelineState"]++;
+  [self got:"setComputePipelineState"];
   if (!state) fail("setComputePipelineState got nil");
   now_->pipeline = *((SimulatedPipeline*)state)->pipeline_;
   now_->pipelines++;
 }
 - (void)bind:(simulator::Binding)binding at:(NSUInteger)index {
-  [self check:"a command encoder"];
   if (index >= simulator::kBindings) fail("buffer " + std::to_string(index) + " does not exist");
   if (binding.offset > binding.memory->bytes)
     fail("byte offset " + std::to_string(binding.offset) + " is past the end of buffer " + std::to_string(index));
@@ -239,33 +238,30 @@ id made_by(NSError** error, F make) {
   now_->buffers[index] = binding;
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  now_->messages["setBuffer"]++;
+  [self got:"setBuffer"];
   if (!buffer) fail("setBuffer got nil");
   [self bind:{*((SimulatedBuffer*)buffer)->memory_, offset} at:index];
 }
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
+  [self got:"setBytes"];
   if (length == 0 || length > 4096)
     fail("setBytes got " + std::to_string(length) + " bytes but takes between 1 and 4096");
-  now_->messages["setBytes"]++;
   const auto memory = std::make_shared<simulator::Buffer>(length);
   memcpy(memory->data, bytes, length);
   [self bind:{memory, 0, true} at:index];
 }
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
-  [self check:"memoryBarrierWithScope"];
+  [self got:"memoryBarrierWithScope"];
   if (scope != MTLBarrierScopeBuffers) fail("memoryBarrierWithScope got another scope than that of buffers");
-  now_->messages["memoryBarrierWithScope"]++;
 }
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
-  [self check:"setThreadgroupMemoryLength"];
-  now_->messages["setThreadgroupMemoryLength"]++;
+  [self got:"setThreadgroupMemoryLength"];
   if (index >= simulator::kBindings) fail("threadgroup memory " + std::to_string(index) + " does not exist");
   if (length % 16) fail("threadgroup memory has " + std::to_string(length) + " bytes but must have a multiple of 16");
   now_->threadgroup_memory[index] = length;
 }
 - (void)dispatch:(MTLSize)threads group:(MTLSize)group by:(const char*)message {
-  [self check:"a dispatch"];
-  now_->messages[message]++;
+  [self got:message];
   now_->threads[0] = threads.width, now_->threads[1] = threads.height, now_->threads[2] = threads.depth;
   now_->group[0] = group.width, now_->group[1] = group.height, now_->group[2] = group.depth;
   simulator::run(*now_);  // at once, so that the call that made an error raises it
@@ -288,7 +284,7 @@ id made_by(NSError** error, F make) {
 @interface SimulatedCommands : SimulatedEncoder <MTLCommandQueue, MTLCommandBuffer>
 @end
 @implementation SimulatedCommands
-- (void)check:(const char*)what {
+- (void)got:(const char*)message {
 }
 - (id<MTLCommandBuffer>)commandBuffer {
   return self;

@@ -87,9 +87,7 @@ def _ninja(folder: Path, extension: Path) -> str:
         together.write_text(text)
     quick, hidden = "-O2", "-O0 -fvisibility=hidden"
     sources = {
-        # emulator.cpp comes first, because the emulator takes the thread_local variables that are linked before it for
-        # shared memory. Shader libraries see its symbols.
-        "tests/backends/cuda/emulator/emulator.cpp": quick,
+        **dict.fromkeys(emulator.EMULATOR, quick),  # shader libraries see its symbols
         f"{HERE}/dispatch.cpp": f"""{quick} '-DSIMULATOR_COMPILER="{sys.executable} {ROOT / HERE}/metal.py"'""",
         str(together): f"{hidden} {OBJECTIVE} -isystem {objc}/include",
     }
