@@ -5,7 +5,6 @@ import functools
 import inspect
 import operator
 import re
-import sys
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.compiler import is_dynamo_compiling
 
 from ._signatures import Signature
 
@@ -192,9 +190,4 @@ def mistake_in(
             return wrong_type(function, name, value, _WORDS[kind], _ADVICE.get(name, ""))
         if bits and isinstance(value, int) and (sure(value >= 2**bits) or sure(value < -(2**bits))):
             return ValueError(f"{function}: {name} is {value} but must be at least -2**{bits} and below 2**{bits}")
-    parallel = f"{__package__}.parallel"
-    for name, value in () if is_dynamo_compiling() or parallel in sys.modules else given.items():
-        if hasattr(value, "device_mesh"):
-            must_be = "a plain tensor, because the rules for DTensors are not registered"
-            return NotImplementedError(f"{function}: {name} is a DTensor but must be {must_be}; import {parallel}")
     return None

@@ -1,8 +1,6 @@
 """Registers what PyTorch takes only from Python: rules for vmap, the errors of nested tensors, flop formulas."""
 
 import functools
-import sys
-import warnings
 
 import torch
 from torch import Tensor
@@ -108,12 +106,3 @@ for _signature in operators():
     _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
     if _mode := getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None):
         torch.library.register_torch_dispatch(_name, _mode, _clone_what_is_saved)
-
-
-# ---- DTensor, which takes long to import: if that comes after torch_rope, a program imports torch_rope.parallel too ----
-
-if "torch.distributed.tensor" in sys.modules:
-    try:
-        from . import parallel  # noqa: F401
-    except (ImportError, AttributeError, TypeError) as e:  # the rules use private parts of torch
-        warnings.warn(f"torch_rope's operators do not take DTensors in torch {torch.__version__}: {e}", stacklevel=2)

@@ -42,6 +42,8 @@ def call(
     tensors: those of its keyword-only tensors that are given.
     """
     operator = _OPERATORS[name]
+    if type(args[0]) is not Tensor and hasattr(args[0], "device_mesh"):
+        from . import parallel  # noqa: F401  registers the rules for DTensors
     # type() is quicker than isinstance(). torch.compile shows an error that is raised here, but not what torch raises.
     compiles = is_dynamo_compiling()
     unusual = type(offset) is not int or type(flags[0]) is not float or type(flags[operator.last_number]) is not float

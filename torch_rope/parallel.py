@@ -1,5 +1,7 @@
-"""The rules for DTensors, which the import of this module registers: each rank calls the operator on its local tensors, and
-nothing is communicated.
+"""The rules for DTensors: each rank calls the operator on its local tensors, and nothing is communicated.
+
+The import of this module registers them. The functions of torch_rope and RotaryEmbedding import it when they meet a
+DTensor; a program that calls torch.ops.rope itself must import it.
 
 The rotation of a token depends only on its own position, not on other tokens, heads or sequences. A dimension of the
 mesh may therefore split
