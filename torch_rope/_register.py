@@ -65,8 +65,11 @@ def _refuse_nested(cls: type, op: torch._ops.OpOverload, types: tuple, args: tup
 
 def _clone_what_is_saved(mode, op: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict) -> None:
     """Calls the mode of allow_mutation_on_saved_tensors, which takes a keyword that is written for one named out."""
-    call = lambda *args, out, **kwargs: op(*args, **kwargs)  # noqa: E731
-    call._schema = op._schema
+
+    def call(*args, out: Tensor, **kwargs) -> None:
+        op(*args, **kwargs)
+
+    vars(call)["_schema"] = op._schema
     mode.__torch_dispatch__(call, types, args, kwargs | {"out": kwargs.get("q_out", args[0])})
 
 
