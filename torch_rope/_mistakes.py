@@ -53,11 +53,10 @@ _OTHER_NAMES = {
 # The types of a schema, in words.
 _WORDS = {"Tensor": "a tensor", "int": "an integer", "float": "a number", "bool": "True or False"}
 _WORDS["dtype"] = "a dtype, such as torch.float32"
-_INTEGERS = Integral, torch.SymInt
 _TYPES: dict[str, tuple[type, ...]] = {
     "dtype": (torch.dtype,),
     "Tensor": (Tensor,),
-    "int": _INTEGERS,
+    "int": (Integral, torch.SymInt),
     "float": (Real, torch.SymFloat),
     "bool": (Integral,),
 }
@@ -161,7 +160,7 @@ def check_tensor(function: str, name: str, t: Any, *dtypes: torch.dtype) -> None
 def whole(function: str, name: str, value: Any, least: int = 0) -> int:
     """Returns an integer that is at least `least` and fits in int64, or raises a TypeError or a ValueError. A SymInt, which
     stands for an integer in a traced program, stays one."""
-    is_integer = isinstance(value, _INTEGERS) and not isinstance(value, bool)
+    is_integer = isinstance(value, _TYPES["int"]) and not isinstance(value, bool)
     if not is_integer:
         raise wrong_type(function, name, value, "an integer")
     number = int(value) if isinstance(value, Integral) else value

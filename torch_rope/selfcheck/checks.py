@@ -267,8 +267,7 @@ class Check:
         constant = ("cos", "sin", "inv_freq") if "norm" in op else ()  # these have no gradient
         floating = [name for name, t in args.items() if isinstance(t, Tensor) and t.is_floating_point()]
         of = of or tuple(name for name in floating if name not in constant)
-        given: list[Tensor] = []
-        found = []
+        given, found = list[Tensor](), []
         for function, copy in ((partial(self.call, op), lambda t: t), (getattr(reference, op), exact)):
             copies = {name: copy(value) for name, value in args.items()}
             leaves = {name: copies[name].detach().requires_grad_() for name in of}
