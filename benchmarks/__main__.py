@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(args) -> int:
     from . import accuracy
     from .cases import cases
-    from .results import commit, file_of, in_process, machine, merged, read, sent_by, write
+    from .times import commit, file_of, in_process, machine, merged, read, sent_by, summary, write
 
-    every, start = cases(args.device), time.monotonic()
+    every = cases(args.device)
     groups = [*dict.fromkeys(case.group for case in every), "accuracy"]
     wanted = args.cases or groups
     chosen = [c for c in every if any(part == c.group if part in groups else part in c.name for part in wanted)]
@@ -43,6 +43,7 @@ def run(args) -> int:
     todo = [*((number, case) for number in range(args.passes) for case in chosen)]
     todo[len(chosen) : len(chosen)] = [(0, None)] * ("accuracy" in wanted)
     print("Importing the other implementations, some 20 seconds ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
     for i, (number, case) in enumerate(todo, start=1):
         if time.monotonic() - start > args.seconds:
             left = len(todo) - i + 1
@@ -64,14 +65,6 @@ def run(args) -> int:
     return 1 if broken else 3 if left else 0
 
 
-def summary(x: dict) -> str:
-    from .measure import quartiles
-
-    if x["status"] == "timed":
-        return f"{x['implementation']} {quartiles(x['samples_us'])['median_us']:.4g} us"
-    return f"{x['implementation']} {x['status'].upper()}: {x['reason']}"
-
-
 def table(args) -> int:
     from . import report
 
@@ -82,9 +75,9 @@ def table(args) -> int:
 
 
 def plot(args) -> int:
-    from . import plots, report, results
+    from . import plots, report, times
 
-    print(*plots.plot(*map(results.read, (report.REFERENCE, report.H100)), args.out), sep="\n")
+    print(*plots.plot(*map(times.read, (report.REFERENCE, report.H100)), args.out), sep="\n")
     return 0
 
 

@@ -1,18 +1,12 @@
-"""Measures the error of each implementation from position 1 to 2^24, and its effect on attention.
+"""Measures the error of each implementation from position 1 to 2^24.
 
 Every implementation is used end to end: its own code makes the angles from positions, and rotates. Peers that take
 tables made by their users are left out: their error is that of the tables. The exact result is computed in float64.
 
-A line of kind "accuracy" has the errors for one octave of positions, from 2^octave to 2^(octave + 1) - 1 (octave 24 is
-only position 2^24). max_ulp is the largest error in ulps: an ulp is the distance between neighbouring numbers of the
-dtype at the magnitude of the rotated pair. max_relative is the largest error as a part of that magnitude. "one
-rounding" rounds the exact result once, so that an element is off by at most half an ulp; no other can be better.
-
-A line of kind "scores" has the errors for one number of tokens. q is at the last position and keys are at random
-positions; both have normally distributed elements. mean_error is that of the scores q.k / sqrt(head_dim), whose
-standard deviation is 1. moved_weight is the part of a softmax that moves to other keys: half of the sum of all
-differences. The softmax is that of the scores times SHARPNESS, because the softmax of random q and k is flat and
-trained heads attend to few keys: the 4096 keys then count as 5 to 60 keys of equal weight.
+A line has the errors for one octave of positions, from 2^octave to 2^(octave + 1) - 1 (octave 24 is only position 2^24).
+max_ulp is the largest error in ulps: an ulp is the distance between neighbouring numbers of the dtype at the magnitude of
+the rotated pair. max_relative is the largest error as a part of that magnitude. "one rounding" rounds the exact result
+once, so that an element is off by at most half an ulp; no other can be better.
 
 Frequencies that are rounded to float32 still make a rotary embedding, in which a score depends only on the distance. So
 the error of "torch_rope float32 inv_freq" is a distance from the formula.
@@ -20,7 +14,6 @@ the error of "torch_rope float32 inv_freq" is a distance from the formula.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
@@ -29,7 +22,7 @@ from torch import Tensor
 
 import torch_rope
 
-BASE, HEAD_DIM, HEADS, TOKENS, KEYS, SHARPNESS = 1e4, 128, 4, 32, 4096, 3.0
+BASE, HEAD_DIM, HEADS, TOKENS = 1e4, 128, 4, 32
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -132,88 +125,49 @@ IMPLEMENTATIONS = {
 # ---- The measurements ----
 
 
-class Sample:
-    """Random vectors at positions, and their exact rotation."""
+class Octave:
+    """Random vectors at positions of an octave, among them the first and the last, and their exact rotation."""
 
-    def __init__(self, seed: list[int], positions: np.ndarray, dtype: torch.dtype, device: str):
-        values = np.random.default_rng(seed).standard_normal((len(positions), HEADS, HEAD_DIM))
-        self.x = torch.from_numpy(values).to(dtype)
-        self.positions = torch.from_numpy(positions)
+    def __init__(self, octave: int, dtype: torch.dtype, device: str):
+        first, end = 2**octave, 2 ** min(octave + 1, 24) + (octave == 24)
+        positions = np.random.default_rng(octave).integers(first, end, TOKENS)
+        positions[[0, -1]] = first, end - 1
+        x = np.random.default_rng([octave, 1]).standard_normal((TOKENS, HEADS, HEAD_DIM))
+        self.x, self.positions = torch.from_numpy(x).to(dtype), torch.from_numpy(positions)
         self.exact, self.magnitude = rotated(self.x, self.positions)
         self.x, self.positions = self.x.to(device), self.positions.to(device)
 
-    def rotated_by(self, call: Callable) -> np.ndarray:
-        result = call(self.x, self.positions)
+    def errors(self, call: Callable) -> dict:
+        """Returns the errors of a function, or why there are none."""
+        try:
+            result = call(self.x, self.positions)
+        except Exception as error:  # an implementation that fails must not prevent the others
+            return {"status": "failed", "reason": reason(error)}
         assert result.dtype == self.x.dtype and result.shape == self.x.shape
         if not result.isfinite().all():
-            raise ArithmeticError("the result is not finite")
-        return result.cpu().double().numpy()
-
-
-def octave_of(octave: int, dtype: torch.dtype, device: str) -> Sample:
-    first, end = 2**octave, 2 ** min(octave + 1, 24) + (octave == 24)
-    positions = np.random.default_rng(octave).integers(first, end, TOKENS)
-    positions[[0, -1]] = first, end - 1
-    return Sample([octave, 1], positions, dtype, device)
-
-
-def accuracy(sample: Sample, call: Callable) -> dict[str, float]:
-    error, info = np.abs(sample.rotated_by(call) - sample.exact), torch.finfo(sample.x.dtype)
-    ulp = np.ldexp(info.eps, np.frexp(np.maximum(sample.magnitude, info.tiny))[1] - 1)
-    relative = error / np.maximum(sample.magnitude, info.tiny)
-    return {"max_ulp": (error / ulp).max(), "max_relative": relative.max()}
-
-
-def q_and_keys(tokens: int, dtype: torch.dtype, device: str) -> tuple[Sample, Sample]:
-    positions = np.random.default_rng(tokens).integers(0, tokens, KEYS)
-    q = Sample([tokens, 1], np.array([tokens - 1]), dtype, device)
-    return q, Sample([tokens, 2], positions, dtype, device)
-
-
-def scores(samples: tuple[Sample, Sample], call: Callable) -> dict[str, float]:
-    def score(q, k):
-        return np.einsum("hd,khd->hk", q[0], k) / math.sqrt(HEAD_DIM)
-
-    def softmax(score):
-        weight = np.exp(SHARPNESS * (score - score.max(-1, keepdims=True)))
-        return weight / weight.sum(-1, keepdims=True)
-
-    exact, actual = score(*(s.exact for s in samples)), score(*(s.rotated_by(call) for s in samples))
-    moved = np.abs(softmax(actual) - softmax(exact)).sum(-1) / 2
-    return {"mean_error": np.abs(actual - exact).mean(), "moved_weight": moved.mean()}
+            return {"status": "wrong", "reason": "the result is not finite"}
+        info = torch.finfo(self.x.dtype)
+        error, size = np.abs(result.cpu().double().numpy() - self.exact), np.maximum(self.magnitude, info.tiny)
+        ulp = np.ldexp(info.eps, np.frexp(size)[1] - 1)
+        largest = {"max_ulp": (error / ulp).max(), "max_relative": (error / size).max()}
+        return {name: float(f"{value:.4g}") for name, value in largest.items()}
 
 
 def study(
-    device: str = "cpu",
-    octaves: Collection[int] = range(25),
-    dtypes: Collection[torch.dtype] = DTYPES,
-    tokens: Collection[int] = (131072, 1048576),
+    device: str = "cpu", octaves: Collection[int] = range(25), dtypes: Collection[torch.dtype] = DTYPES
 ) -> Iterator[dict]:
     """Yields the lines, implementation by implementation. A line with a "status" has no figures but a "reason"."""
-    octave_sample, score_samples = functools.cache(octave_of), functools.cache(q_and_keys)
+    made = functools.cache(Octave)
     for (name, make), dtype in itertools.product(IMPLEMENTATIONS.items(), dtypes):
-        which = {"implementation": name, "dtype": str(dtype)[6:]}
+        which = {"kind": "accuracy", "implementation": name, "dtype": str(dtype)[6:]}
         try:
             call = make(dtype, device)
         except Exception as error:  # any exception, because packages that do not fit this torch fail in many ways
-            yield {"kind": "accuracy", **which, "status": "failed", "reason": reason(error)}
+            yield {**which, "status": "failed", "reason": reason(error)}
             continue
         for octave in octaves:
-            sample = octave_sample(octave, dtype, device)
-            yield {"kind": "accuracy", **which, "octave": octave, **figures(accuracy, sample, call)}
-        for count in tokens:
-            samples = score_samples(count, dtype, device)
-            yield {"kind": "scores", **which, "tokens": count, **figures(scores, samples, call)}
+            yield {**which, "octave": octave, **made(octave, dtype, device).errors(call)}
 
 
 def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
-def figures(measure: Callable, samples, call: Callable) -> dict:
-    try:
-        return {name: float(f"{value:.4g}") for name, value in measure(samples, call).items()}
-    except ArithmeticError as error:
-        return {"status": "wrong", "reason": str(error)}
-    except Exception as error:  # an implementation that fails must not prevent the others
-        return {"status": "failed", "reason": reason(error)}

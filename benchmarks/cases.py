@@ -14,7 +14,6 @@ from torch_rope import reference
 BASE, EPS = 10000.0, 1e-6
 CACHE = 8192  # tokens of a static cache; the smallest number of table rows if positions are given
 PAGE = 16  # tokens of a page of a paged cache
-LARGEST = {"float8_e4m3fn": 448, "int8": 127}  # the dtypes of quantised caches, and their largest numbers
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,9 @@ def count(n: int) -> str:
     return f"{n >> 20}M" if n >= 2**20 and n % 2**20 == 0 else f"{n >> 10}k" if n >= 1024 and n % 1024 == 0 else str(n)
 
 
+HALF_AND_FULL = "bfloat16", "float32"
+
+
 def cases(device: str) -> list[Case]:
     """Returns all cases of a device, group by group."""
     cuda = device == "cuda"
@@ -112,10 +114,9 @@ def cases(device: str) -> list[Case]:
     for op in ("cache", "norm cache"):
         result += [Case("cache", seq, dtype=t, op=op, positions="int64") for seq in (1, 2048) for t in dtypes]
         result += [Case("cache", 1, 64, op=op, positions="int64")]
-    for dtype in ("bfloat16", *LARGEST):
-        op = "quantised cache" if dtype in LARGEST else "cache"
-        shapes = (2048, 1), (1, 1), (1, 64)
-        result += [Case("quantised", *shape, op=op, positions="int64", cache_dtype=dtype) for shape in shapes]
+    for dtype, shape in itertools.product(("bfloat16", "float8_e4m3fn", "int8"), ((2048, 1), (1, 1), (1, 64))):
+        op = "cache" if dtype == "bfloat16" else "quantised cache"
+        result += [Case("quantised", *shape, op=op, positions="int64", cache_dtype=dtype)]
     wan = {"head_dim": 128, "interleaved": True, "op": "norm over heads"}
     for heads, mode in itertools.product((12, 40), ("inference", "training")):
         result += [Case("norm-over-heads", 4096, heads=heads, kv_heads=heads, mode=mode, **wan)]
@@ -152,35 +153,6 @@ def diffusion() -> list[Case]:
     for model, op in (("apply_rope", "function of comfy-kitchen"), ("rms_rope", "norm of comfy-kitchen")):
         result += [case(model, *shape, op) for shape in ((4096, 24), (32760, 12))]
     return result
-
-
-# The kind of a model, and the numbers of its config that are not the defaults of transformers.
-MODELS = {
-    "SmolLM2-135M": (
-        "llama",
-        dict(
-            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-            vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
-        ),
-    ),
-    "Qwen3-0.6B": (
-        "qwen3",
-        dict(
-            hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-            head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-        ),
-    ),
-    **{
-        f"Qwen3 of {n} layers": (
-            "qwen3",
-            dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=n, num_key_value_heads=8, head_dim=128),
-        )
-        for n in (12, 8)
-    },
-}  # fmt: skip
-
-
-HALF_AND_FULL = "bfloat16", "float32"
 
 
 class Data:
@@ -338,4 +310,4 @@ def what_is_wrong(case: Case, results: list[Tensor], expected: list[Tensor]) -> 
 
 def scale_of(dtype: str) -> float:
     """Returns the scale of a quantised cache. No rotated number is as large as 8, so none is saturated."""
-    return 8 / LARGEST[dtype]
+    return 8 / (torch.iinfo if dtype == "int8" else torch.finfo)(getattr(torch, dtype)).max

@@ -26,7 +26,6 @@ from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.experimental import context_parallel, local_map
 from torch.nn import functional as F
 
-import torch_rope.parallel  # noqa: F401  registers the rules for DTensors
 from torch_rope import RotaryEmbedding
 
 VOCABULARY, DIM, HEADS, KV_HEADS, LAYERS, BATCH, SEQ = 256, 128, 8, 4, 2, 8, 64

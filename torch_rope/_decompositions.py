@@ -18,7 +18,7 @@ def _rotate_qk_(q: Tensor, k: Tensor, *angles, **flags) -> None:
         x.copy_(rotated)
 
 
-IN_PLACE = {
+IN_PLACE: dict[torch._ops.OpOverload, Callable] = {
     rope.rotate_.default: _rotate_,
     rope.rotate_qk_.default: _rotate_qk_,
     rope.rotate_into_cache_.default: reference.rotate_into_cache_,

@@ -56,7 +56,7 @@ def _replace_lowering_of_slices() -> None:
 
     # Before torch 2.13, Inductor counts the storage offset of an input of the graph twice, in its pointer and in
     # as_strided: an operator on a view of the input x[1] writes past the end of x.
-    if torch.__version__ < (2, 13):
+    if torch.__version__ < "2.13":  # no text, but a version
         as_strided = lowerings[torch.ops.aten.as_strided.default]
 
         @register_lowering(torch.ops.aten.as_strided.default, type_promotion_kind=None)
@@ -89,12 +89,17 @@ def _keep_copies() -> None:
         is_view = get_node_storage(node) == get_node_storage(source)
         return same_meta(node, source) and (is_view or not writes(node.graph))
 
-    post_grad.same_meta = is_no_copy
-    joint_graph.remove_no_ops = lambda gm, *args: None if writes(gm.graph) else remove_no_ops(gm, *args)
+    def remove_unless_written(gm, *args):
+        return None if writes(gm.graph) else remove_no_ops(gm, *args)
+
+    def applies(check, match):
+        return not writes(match.nodes[0].graph) and check(match)
+
+    post_grad.same_meta, joint_graph.remove_no_ops = is_no_copy, remove_unless_written
     for entry in (e for p in post_grad.pass_patterns for entries in p.patterns.values() for e in entries):
         handler = getattr(getattr(entry, "handler", None), "__name__", "")
         if handler in ("splitwithsizes_cat_replace", "cat_splitwithsizes_replace"):
-            entry.extra_check = lambda match, check=entry.extra_check: not writes(match.nodes[0].graph) and check(match)
+            entry.extra_check = functools.partial(applies, entry.extra_check)
 
 
 def _trace(op: torch._ops.OpOverload, mode: FakeTensorMode | FunctionalTensorMode, *args, **kwargs) -> None:

@@ -5,20 +5,20 @@ import functools
 import inspect
 import operator
 import re
-import sys
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.compiler import is_dynamo_compiling
 
 from ._signatures import Signature
 
-P, R, F = ParamSpec("P"), TypeVar("R"), TypeVar("F", bound=Callable)
+P = ParamSpec("P")
+R = TypeVar("R")
 MISSING = inspect.Parameter.empty  # the value of an argument that is not given, though it must be
 
 # The name of an argument here, and what differs -> its names in transformers, vLLM, MLX and other libraries.
@@ -53,12 +53,12 @@ _OTHER_NAMES = {
 # The types of a schema, in words.
 _WORDS = {"Tensor": "a tensor", "int": "an integer", "float": "a number", "bool": "True or False"}
 _WORDS["dtype"] = "a dtype, such as torch.float32"
-_TYPES = {
-    "dtype": torch.dtype,
-    "Tensor": Tensor,
+_TYPES: dict[str, tuple[type, ...]] = {
+    "dtype": (torch.dtype,),
+    "Tensor": (Tensor,),
     "int": (Integral, torch.SymInt),
     "float": (Real, torch.SymFloat),
-    "bool": Integral,
+    "bool": (Integral,),
 }
 _BITS = {"int": 63, "float": 1023}  # these types hold all integers that are at least -2**bits and below 2**bits
 _ADVICE = {
@@ -103,10 +103,11 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-def always_called(function: F) -> F:
+def always_called(function: Callable[P, R]) -> Callable[P, R]:
     """Lets a function that takes unknown arguments be called without those that it needs, so that it can say how they
     are named here. They are MISSING then, which is no default for inspect.signature. A function around it, as
     :func:`named` makes one, would cost each decode step 0.15 microseconds."""
+    assert isinstance(function, FunctionType)
     count = function.__code__.co_argcount - len(function.__defaults__ or ())
     function.__defaults__ = (MISSING,) * count + (function.__defaults__ or ())
     return function
@@ -156,13 +157,16 @@ def check_tensor(function: str, name: str, t: Any, *dtypes: torch.dtype) -> None
         raise TypeError(f"{function}: {name} is {dtype} but must be {' or '.join(must_be)}")
 
 
-def whole(function: str, name: str, value: Any, least: int = 0) -> int | torch.SymInt:
-    """Returns an integer that is at least `least` and fits in int64, or raises a TypeError or a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, _TYPES["int"]):
+def whole(function: str, name: str, value: Any, least: int = 0) -> int:
+    """Returns an integer that is at least `least` and fits in int64, or raises a TypeError or a ValueError. A SymInt, which
+    stands for an integer in a traced program, stays one."""
+    is_integer = isinstance(value, _TYPES["int"]) and not isinstance(value, bool)
+    if not is_integer:
         raise wrong_type(function, name, value, "an integer")
-    if value < least or (isinstance(value, Integral) and value >= 2**63):
+    number = int(value) if isinstance(value, Integral) else value
+    if number < least or (isinstance(number, int) and number >= 2**63):
         raise ValueError(f"{function}: {name} is {value} but must be at least {least} and below 2**63")
-    return value if isinstance(value, torch.SymInt) else int(value)
+    return number
 
 
 def whole_numbers(function: str, name: str, values: Any) -> list[int]:
@@ -192,9 +196,4 @@ def mistake_in(
             return wrong_type(function, name, value, _WORDS[kind], _ADVICE.get(name, ""))
         if bits and isinstance(value, int) and (sure(value >= 2**bits) or sure(value < -(2**bits))):
             return ValueError(f"{function}: {name} is {value} but must be at least -2**{bits} and below 2**{bits}")
-    parallel = f"{__package__}.parallel"
-    for name, value in () if is_dynamo_compiling() or parallel in sys.modules else given.items():
-        if hasattr(value, "device_mesh"):
-            must_be = "a plain tensor, because the rules for DTensors are not registered"
-            return NotImplementedError(f"{function}: {name} is a DTensor but must be {must_be}; import {parallel}")
     return None

@@ -29,7 +29,7 @@ def _require_matching_torch() -> None:
 _require_matching_torch()
 
 try:
-    from . import _C  # noqa: F401  its import registers the operators
+    from ._C import devices  # noqa: F401  the import registers the operators
 except ImportError as error:
     this = f"{sys.implementation.cache_tag} and torch {torch.__version__}"
     raise ImportError(f"torch_rope has no library that {this} can load; build it again ({error})") from error

@@ -1,8 +1,6 @@
 """Registers what PyTorch takes only from Python: rules for vmap, the errors of nested tensors, flop formulas."""
 
 import functools
-import sys
-import warnings
 
 import torch
 from torch import Tensor
@@ -14,67 +12,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ._ops import add_op_namespace_prefix
 from ._ops import ops as _ops
-from ._signatures import AXES, BY_POSITION, Signature, operators
+from ._signatures import Signature, operators
 
-# ---- vmap ----
-#
-# If only x (or q and k) is mapped, or positions and tables by token are mapped with it, the mapped dimension joins the
-# batch and the whole call is one launch. All other calls loop over the samples: those with a table or an inv_freq for
-# each sample, the backward operators that sum over the tokens of a sample, and calls that are errors.
-
-
-def _joins_as_a_view(x: Tensor) -> bool:
-    """Returns whether the first dimension of x can be merged with its batch without a copy."""
-    return x.dim() == 4 or x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-
-
-def _tables_in_one_launch(signature: Signature, dims: dict, given: dict):
-    """Returns the tables of all samples from one call, or None if it cannot be one call.
-
-    Positions may have any shape P, so the mapped dimension becomes the first dimension of P.
-    """
-    first = signature.axes("positions", 1).count("axes")
-    if dims["inv_freq"] is not None or given["positions"].dim() == first:
-        return None
-    return signature.op(**given | {"positions": given["positions"].movedim(dims["positions"], first)})
-
-
-def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
-    """Returns the results of the mapped call from one call on a larger batch, or None if it cannot be one call."""
-    if not signature.rotated:
-        return _tables_in_one_launch(signature, dims, given)
-    if signature.name.endswith("_backward") or any(dims[name] is None for name in signature.rotated):
-        return None
-    xs = [given[name].movedim(dims[name], 0) for name in signature.rotated]
-    if any(x.dim() not in (4, 5) for x in xs) or (signature.written and not all(map(_joins_as_a_view, xs))):
-        return None
-    flat = [x if x.dim() == 4 else x.flatten(0, 1) for x in xs]
-    batch = 1 if xs[0].dim() == 4 else xs[0].shape[1]
-    joined = given | dict(zip(signature.rotated, flat, strict=True))
-    for name in dims:
-        t = given[name]
-        if name in signature.rotated or not isinstance(t, Tensor):
-            continue
-        # cos and sin must have the same shape, so if one of them is mapped, both are expanded.
-        shared = all(dims.get(n) is None for n in (("cos", "sin") if name in ("cos", "sin") else (name,)))
-        axes = signature.axes(name, t.dim() - (dims[name] is not None))
-        if "batch or 1" not in AXES[name] or axes == BY_POSITION:
-            if not shared:
-                return None
-            continue
-        if shared and ("batch or 1" not in axes or t.shape[0] == 1):
-            continue  # the same values serve all sequences
-        t = t.expand(size, *t.shape) if dims[name] is None else t.movedim(dims[name], 0)
-        if "batch or 1" not in axes:
-            t, axes = t.unsqueeze(1), ("batch or 1", *axes)
-        if t.dim() != 1 + len(axes) or t.shape[1] not in (1, batch):
-            return None
-        joined[name] = t.expand(size, batch, *t.shape[2:]).flatten(0, 1)  # [size * batch, ...]
-    outs = signature.op(**joined)
-    if signature.written:
-        return ()
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    return tuple(out if x.dim() == 4 else out.unflatten(0, x.shape[:2]) for out, x in zip(outs, xs, strict=True))
+# ---- vmap: a loop over the samples ----
 
 
 def _loop(op, size: int, dims: dict, given: dict):
@@ -93,7 +33,7 @@ def _loop(op, size: int, dims: dict, given: dict):
 
 def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
     """Runs a mapped call of an operator, and returns (results, mapped dimensions), as register_vmap expects."""
-    name, size = signature.name, info.batch_size
+    name = signature.name
     dims, given = signature.by_name(in_dims[: len(args)]), signature.by_name(args) | kwargs
     if any(dims[written] is None for written in signature.written):
         written = next(written for written in signature.rotated if dims[written] is None)
@@ -101,14 +41,10 @@ def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
             f"rope.{name}: {written} is not mapped by vmap but must be, because it is written in place and other "
             f"arguments are mapped; use rope.{name[:-1]}"
         )
-    outs = _one_launch(signature, size, dims, given)
-    if outs is None:
-        functional = getattr(_ops, name.removesuffix("_")).default
-        outs = _loop(functional, size, dims, given)
-        if signature.written:  # written only after the loop, so that an error in a sample leaves nothing half-written
-            for x, out in zip(signature.rotated, outs, strict=True):
-                given[x].movedim(dims[x], 0).copy_(out)
-    if signature.written:
+    outs = _loop(getattr(_ops, name.removesuffix("_")).default, info.batch_size, dims, given)
+    if signature.written:  # only after the loop, so that an error in a sample leaves nothing half-written
+        for x, out in zip(signature.rotated, outs, strict=True):
+            given[x].movedim(dims[x], 0).copy_(out)
         return None, None
     return (outs[0], 0) if len(outs) == 1 else (outs, (0,) * len(outs))
 
@@ -129,8 +65,11 @@ def _refuse_nested(cls: type, op: torch._ops.OpOverload, types: tuple, args: tup
 
 def _clone_what_is_saved(mode, op: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict) -> None:
     """Calls the mode of allow_mutation_on_saved_tensors, which takes a keyword that is written for one named out."""
-    call = lambda *args, out, **kwargs: op(*args, **kwargs)  # noqa: E731
-    call._schema = op._schema
+
+    def call(*args, out: Tensor, **kwargs) -> None:
+        op(*args, **kwargs)
+
+    vars(call)["_schema"] = op._schema
     mode.__torch_dispatch__(call, types, args, kwargs | {"out": kwargs.get("q_out", args[0])})
 
 
@@ -170,12 +109,3 @@ for _signature in operators():
     _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
     if _mode := getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None):
         torch.library.register_torch_dispatch(_name, _mode, _clone_what_is_saved)
-
-
-# ---- DTensor, which takes long to import: if that comes after torch_rope, a program imports torch_rope.parallel too ----
-
-if "torch.distributed.tensor" in sys.modules:
-    try:
-        from . import parallel  # noqa: F401
-    except (ImportError, AttributeError, TypeError) as e:  # the rules use private parts of torch
-        warnings.warn(f"torch_rope's operators do not take DTensors in torch {torch.__version__}: {e}", stacklevel=2)

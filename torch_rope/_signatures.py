@@ -13,7 +13,7 @@ import torch
 from ._ops import add_op_namespace_prefix, ops
 
 # The dimensions of each argument, last dimension last. A tensor with fewer dimensions lacks the first ones.
-AXES = {
+AXES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("x", "q", "k", "v", "q_out", "q_out_grad", "k_out_grad"), ("batch", "seq", "heads", "head_dim")),
     **dict.fromkeys(("k_cache", "v_cache"), ("blocks", "block_size", "heads", "head_dim")),
     **dict.fromkeys(("cos", "sin"), ("batch or 1", "seq", "heads", "pairs")),  # heads: only if there are four
@@ -29,17 +29,19 @@ class Signature:
     """The arguments of one operator."""
 
     def __init__(self, name: str):
-        self.name, self.op = name, getattr(ops, name).default
+        self.name = name
+        self.op: torch._ops.OpOverload = getattr(ops, name).default
         arguments = self.op._schema.arguments
         self.in_words = self.op._schema.name.replace("::", ".")
-        self.arguments = [a.name for a in arguments]
+        self.arguments: list[str] = [a.name for a in arguments]
         self.types = {a.name: str(a.type).removeprefix("Optional[").removesuffix("]") for a in arguments}
         self.types |= {"dtype": "dtype"} if "dtype" in self.types else {}  # the schema says that it is an integer
-        self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        self.written: set[str] = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         flags = [a for a in arguments if a.kwarg_only and self.types[a.name] != "Tensor"]
         self.flags, self.defaults = [a.name for a in flags], tuple(a.default_value for a in flags)
         self.last_number = max((i for i, name in enumerate(self.flags) if self.types[name] == "float"), default=0)
-        self.rotated = [name for name in ("x", "q", "k") if name in self.arguments]  # empty if it makes tables
+        # Empty if the operator makes tables.
+        self.rotated: list[str] = [name for name in ("x", "q", "k") if name in self.arguments]
 
     def by_name(self, args: Iterable) -> dict:
         """Returns argument name -> value, given one value for each positional argument of a call."""
@@ -48,8 +50,8 @@ class Signature:
     def axes(self, name: str, dim: int) -> tuple[str, ...]:
         """Returns the axes of an argument that has this many dimensions."""
         if name == "positions" and not self.rotated:  # they may have any shape
-            axes = ("axes",) if self.name == "axial_cos_sin" else ()
-            return axes + ("positions",) * (dim - len(axes))
+            of_axes = self.name == "axial_cos_sin"
+            return ("axes",) * of_axes + ("positions",) * (dim - of_axes)
         if name in ("cos", "sin") and dim == 2:
             return BY_POSITION
         axes = AXES[name]

@@ -10,6 +10,7 @@ from ._modes import as_seen, undisturbed
 from .frequencies.kinds import float64, float64_range, on_device
 
 NAMES = ("cos", "sin", "inv_freq")  # in the order of the operator's arguments
+Made = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Sources:
@@ -21,7 +22,8 @@ class Sources:
     """
 
     def __init__(self, exact: Tensor, max_position: int | None, device: torch.device | str | None):
-        self.exact, self.max_position, self.made = exact, max_position, {}
+        self.exact, self.max_position = exact, max_position
+        self.made: dict[torch.device, Made] = {}
         self.device = torch.empty(0, device=device).device
         self.on(self.device)
 
@@ -29,13 +31,15 @@ class Sources:
         """Returns the tables or the frequencies on a device, by name. Fake tensors are not kept."""
         if (exact := as_seen(self.exact)) is not self.exact:
             made = self._make(exact, device)
-        elif (made := self.made.get(device)) is None:
+        elif device in self.made:
+            made = self.made[device]
+        else:
             made = self.made.setdefault(device, undisturbed(self._make, exact, device))
             if self.device.type == "meta":  # a loader left the module there, and the call knows better
                 self.device = device
         return {name: t for name, t in zip(NAMES, made, strict=True) if t is not None}
 
-    def _make(self, exact: Tensor, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _make(self, exact: Tensor, device: torch.device) -> Made:
         """Returns cos, sin and inv_freq. Tables are ``[..., max_position, pairs]``, float32, made of float64 angles."""
         if self.max_position is None:
             return None, None, on_device(exact, device)
@@ -76,4 +80,4 @@ class Sources:
     def __setstate__(self, state: dict[str, Any]) -> None:
         device, t = state["device"]
         device = t.device if isinstance(t, Tensor) else device
-        self.__init__(undisturbed(float64, state["exact"]), state["max_position"], device)
+        Sources.__init__(self, undisturbed(float64, state["exact"]), state["max_position"], device)

@@ -42,6 +42,8 @@ def call(
     tensors: those of its keyword-only tensors that are given.
     """
     operator = _OPERATORS[name]
+    if type(args[0]) is not Tensor and hasattr(args[0], "device_mesh"):
+        from . import parallel  # noqa: F401  registers the rules for DTensors
     # type() is quicker than isinstance(). torch.compile shows an error that is raised here, but not what torch raises.
     compiles = is_dynamo_compiling()
     unusual = type(offset) is not int or type(flags[0]) is not float or type(flags[operator.last_number]) is not float
@@ -132,9 +134,8 @@ def cos_sin(
         (cos, sin), each ``[*P, rotary_dim / 2]``. In float32, with attention_factor 1, their absolute error is at most
         5e-7 for positions below 2^24 and abs(inv_freq) <= 1. If dtype is float64, the angle is computed in float64.
 
-    Raises:
-        ValueError: a shape or a device does not fit, or attention_factor is not finite.
-        TypeError: a dtype is not supported.
+    Raises ValueError if a shape or a device does not fit or attention_factor is not finite, and TypeError if a dtype is not
+    supported.
 
     Differentiable in inv_freq, and in positions if they are floating-point: to any order, in forward mode, and under
     torch.func. The gradients are computed in float32, or in float64 if positions, inv_freq or dtype is float64.
@@ -169,9 +170,8 @@ def axial_cos_sin(
         frequency 0 on all axes but one they are bit for bit what cos_sin returns. If positions is
         ``[axes, batch, seq]``, the results are tables by token, as :func:`rotate` takes them.
 
-    Raises:
-        ValueError: a shape or a device does not fit, or attention_factor is not finite.
-        TypeError: a dtype is not supported.
+    Raises ValueError if a shape or a device does not fit or attention_factor is not finite, and TypeError if a dtype is not
+    supported.
 
     Differentiable like :func:`cos_sin`.
 

@@ -97,7 +97,7 @@ class RotaryEmbedding(nn.Module):
         self.arguments, self.interleaved, self.max_position = arguments, interleaved, max_position
         # Chooses the frequencies for the length of the sequence; None if they are the same for all lengths.
         self._by_length: lengths.Dynamic | lengths.LongRope | None = None
-        trained = arguments.get("original_max_position")
+        trained = arguments.get("original_max_position", 0)
         is_fixed = arguments.get("long") is not None or arguments.get("seq_len") is not None
         if kind == "dynamic" and not is_fixed:
             must_be = "None for kind 'dynamic', whose angles change with the length of the sequence; or pass seq_len"
@@ -155,7 +155,7 @@ class RotaryEmbedding(nn.Module):
             check_tensor("torch_rope.RotaryEmbedding", "q", q)
         if unknown:
             raise unknown_argument("torch_rope.RotaryEmbedding", unknown, ["q", "k", "positions", "offset"])
-        made, places = self._sources.made.get(getattr(q, "device", None)), self._buffers
+        made, places = self._sources.made.get(q.device) if isinstance(q, Tensor) else None, self._buffers
         if (
             made is not None
             and self._by_length is None
@@ -180,7 +180,7 @@ class RotaryEmbedding(nn.Module):
         if hasattr(q, "device_mesh"):
             from .parallel import distributed_like
 
-            angles = distributed_like(q, angles)
+            angles = distributed_like(q.device_mesh, q.shape[-3], angles)
         return rotate_qk(q, k, **angles)
 
     def angles(
@@ -207,7 +207,7 @@ class RotaryEmbedding(nn.Module):
         if device is None:
             devices = [t.device for t in (positions, *assigned.values()) if t is not None]
             device = devices[0] if devices else self._sources.device
-            good = devices or device.type != "meta" or torch.empty(0).device == device
+            good = bool(devices) or device.type != "meta" or torch.empty(0).device == device
             _require(good, "device", None, "that of q, because the module is on meta: angles(seq, device=q.device)")
         sources = self._sources.on(device)
         sources = sources | assigned if sources.keys() & assigned.keys() else assigned or sources
@@ -216,8 +216,8 @@ class RotaryEmbedding(nn.Module):
                 positions = torch.arange(seq, device=device)
             length = lengths.length_of(seq, positions, offset)
             sources, positions = self._by_length(sources, length, positions, offset, self._sources.exact)
-        sources |= {"attention_factor": self.attention_factor, "interleaved": self.interleaved}
-        return {"positions": positions, "offset": offset, **sources}
+        flags = {"attention_factor": self.attention_factor, "interleaved": self.interleaved}
+        return {"positions": positions, "offset": offset, **sources, **flags}
 
     def _assigned(self) -> dict[str, Tensor]:
         """Returns the tensors that are assigned, by name."""
@@ -265,7 +265,7 @@ class RotaryEmbedding(nn.Module):
         ours = exact.view(-1, exact.shape[-1])
         theirs = None if "inv_freq" in self._assigned() else state_dict.pop(name, None)
         if theirs is not None and not any(is_rounded(theirs, row) for row in ours):
-            what, must_be = list(theirs.shape), list(ours[0].shape)
+            what, must_be = f"{list(theirs.shape)}", f"{list(ours[0].shape)}"
             if what == must_be:
                 i = int((theirs.cpu() / ours[0] - 1).abs().argmax())  # differs most
                 what, must_be = f"{theirs[i].item():.6g} for pair {i}", f"{ours[0, i].item():.6g}"

@@ -1,5 +1,7 @@
-"""The rules for DTensors, which the import of this module registers: each rank calls the operator on its local tensors, and
-nothing is communicated.
+"""The rules for DTensors: each rank calls the operator on its local tensors, and nothing is communicated.
+
+The import of this module registers them. The functions of torch_rope and RotaryEmbedding import it when they meet a
+DTensor; a program that calls torch.ops.rope itself must import it.
 
 The rotation of a token depends only on its own position, not on other tokens, heads or sequences. A dimension of the
 mesh may therefore split
@@ -22,16 +24,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ._signatures import Signature, operators
 
 
 def _of_dim(placement: Placement, dim: int) -> Placement:
     """Returns the placement that splits dimension dim as `placement` splits its own."""
-    return Shard(dim) if placement.is_shard() else type(placement)(dim, split_factor=placement.split_factor)
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
 
 
 class _Argument:
@@ -45,9 +51,9 @@ class _Argument:
     def axis(self, m: int) -> str | None:
         """Returns what mesh dimension m splits: the name of an axis, "sum" for Partial, or None for Replicate."""
         placement = self.placements[m]
-        if placement.is_replicate():
-            return None
-        return "sum" if placement.is_partial() else self.axes[placement.dim]
+        if isinstance(placement, Shard | _StridedShard):
+            return self.axes[placement.dim]
+        return None if placement.is_replicate() else "sum"
 
     def follow(self, first: "_Argument", m: int) -> None:
         """Splits this argument along the same axis and in the same way as mesh dimension m splits `first`."""
@@ -228,8 +234,8 @@ def _strategy(signature: Signature, rule: _Rule, schema: OpSchema) -> OpStrategy
     """Returns the only strategy for a call: the placements of its arguments and results, at no cost."""
     mesh = schema.get_mesh_from_args()
     call = _Call(signature, schema)
-    results = zip(*(rule(call, m) for m in range(mesh.ndim)), strict=True)
-    outs = [DTensorSpec(mesh, placements) for placements in results][: len(schema.op._schema.returns)]
+    by_result = zip(*(rule(call, m) for m in range(mesh.ndim)), strict=True)
+    outs = [DTensorSpec(mesh, placements) for placements in by_result][: len(schema.op._schema.returns)]
     ins = [
         a.spec
         if a.placements == list(a.spec.placements)
@@ -263,21 +269,21 @@ for _signature in operators():
     )
 
 
-def distributed_like(q: DTensor, angles: dict[str, Any]) -> dict[str, Any]:
-    """Returns angles in the form that an operator takes together with q.
+def distributed_like(mesh: DeviceMesh, seq: int, angles: dict[str, Any]) -> dict[str, Any]:
+    """Returns angles in the form that an operator takes together with a DTensor q of this mesh, which has seq tokens.
 
     An operator takes either plain tensors or DTensors. So each plain tensor in angles, which must be the same on every
     rank, becomes a replicated DTensor.
     """
     positions = angles["positions"]
-    if positions is not None and not isinstance(positions, DTensor) and positions.shape[-1] != q.shape[-3]:
+    if positions is not None and not isinstance(positions, DTensor) and positions.shape[-1] != seq:
         raise ValueError(
             f"torch_rope.RotaryEmbedding: positions is a plain tensor of shape {list(positions.shape)} but must have "
-            f"the positions of all {q.shape[-3]} tokens of the DTensor q; or pass a DTensor, made of the positions "
+            f"the positions of all {seq} tokens of the DTensor q; or pass a DTensor, made of the positions "
             "that each rank has: DTensor.from_local(positions, mesh, [Shard(-1)])"
         )
     return {
-        name: DTensor.from_local(a, q.device_mesh, run_check=False)
+        name: DTensor.from_local(a, mesh, run_check=False)
         if isinstance(a, torch.Tensor) and not isinstance(a, DTensor)
         else a
         for name, a in angles.items()

@@ -39,7 +39,8 @@ def rotate(
     p = (torch.arange(x.shape[-3], device=x.device) if positions is None else positions.long()) + offset
     if inv_freq is not None:
         cos, sin = cos_sin(p, inv_freq, dtype=dtype)
-    elif cos.dim() == 2:  # a table by position; other tables already have a row for each token
+    assert cos is not None and sin is not None  # there is a source
+    if inv_freq is None and cos.dim() == 2:  # a table by position; other tables already have a row for each token
         cos, sin = cos[p], sin[p]
     if cos.dim() < 4:
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., seq, 1, rotary_dim / 2]
@@ -78,8 +79,8 @@ def norm_rotate_qk(
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return _normalised(x, norm_eps, over_heads=weight.dim() == 2) * weight
 
-    rotated = rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), *angles, **flags)
-    return tuple(x.to(q.dtype) for x in rotated)
+    rotated_q, rotated_k = rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), *angles, **flags)
+    return rotated_q.to(q.dtype), rotated_k.to(q.dtype)
 
 
 def _normalised(x: Tensor, norm_eps: float, over_heads: bool) -> Tensor:
@@ -136,12 +137,14 @@ def rotate_into_cache_(
         v = _normalised(v, norm_eps, over_heads=False).to(v.dtype if v_scale is None else wide)
     given = torch.arange(k.shape[-3], device=k.device) if positions is None else positions.long()
     p = given + offset
-    if slots is not None and cos is not None and cos.dim() == 2:  # pads outside of the table take a row of NaN
+    if (
+        slots is not None and cos is not None and sin is not None and cos.dim() == 2
+    ):  # pads outside of the table take a row of NaN
         wrapped = (p < given) != (torch.full_like(given, offset) < 0)
         outside = torch.atleast_2d(slots < 0) & ~((p >= 0) & (p < cos.shape[0]) & ~wrapped)  # [batch, seq]
         cos, sin = (t[torch.where(outside, 0, p)].masked_fill(outside.unsqueeze(-1), torch.nan) for t in (cos, sin))
     angles = cos, sin, inv_freq, positions, offset
-    if q_norm_weight is None:
+    if q_norm_weight is None or k_norm_weight is None:
         rotated_q, rotated_k = rotate_qk(q, k, *angles, eager_rounding=eager_rounding, **flags)
     else:
         rotated_q, rotated_k = (
@@ -179,8 +182,7 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of ``positions * inv_freq``, as :func:`torch_rope.cos_sin` does."""
     frequencies = inv_freq.double() if inv_freq.dim() == 1 else inv_freq.double().sum(0)
-    angle = positions.double().unsqueeze(-1) * frequencies
-    return tuple((t * attention_factor).to(dtype or torch.float32) for t in (angle.cos(), angle.sin()))
+    return _tables(positions.double().unsqueeze(-1) * frequencies, attention_factor, dtype)
 
 
 def axial_cos_sin(
@@ -188,5 +190,9 @@ def axial_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of ``positions * inv_freq`` summed over axes, as :func:`torch_rope.axial_cos_sin` does."""
     frequencies = inv_freq.double() if inv_freq.dim() == 2 else inv_freq.double().sum(0)
-    angle = torch.einsum("a...,ai->...i", positions.double(), frequencies)
-    return tuple((t * attention_factor).to(dtype or torch.float32) for t in (angle.cos(), angle.sin()))
+    return _tables(torch.einsum("a...,ai->...i", positions.double(), frequencies), attention_factor, dtype)
+
+
+def _tables(angle: Tensor, attention_factor: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    cos, sin = ((t * attention_factor).to(dtype or torch.float32) for t in (angle.cos(), angle.sin()))
+    return cos, sin

@@ -10,7 +10,7 @@ import torch
 from torchtitan.config import derive, override
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, _maybe_wrap_positions
 
-import torch_rope.parallel  # with its rules for DTensors
+import torch_rope
 
 
 class FusedComplexRoPE(ComplexRoPE):

@@ -337,21 +337,20 @@ dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 mesh = init_device_mesh("cpu", (1,))
 x, inv_freq = (DTensor.from_local(t, mesh, [Replicate()]) for t in (torch.ones(1, 1, 8), torch.ones(4)))
 """
-PROGRAMS = {
-    "DTensor first": ["import torch_rope"],
-    "rules": ["import torch_rope.parallel"],
-    "module": ["torch_rope.RotaryEmbedding(8)(x, x)"],
-    "none": [],
+CALLS = {
+    "torch_rope.rotate(x, inv_freq=inv_freq)": "",
+    "torch_rope.RotaryEmbedding(8)(x, x)": "",
+    "torch.compile(torch_rope.rotate, backend='eager', fullgraph=True)(x, inv_freq=inv_freq)": "",
+    "import torch_rope.parallel; torch.ops.rope.rotate(x, inv_freq=inv_freq)": "",
+    "torch.ops.rope.rotate(x, inv_freq=inv_freq)": "NotImplementedError: .*rope.rotate.default does not have a sharding",
 }
 
 
 @night
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_the_rules_are_registered_by_their_import_and_an_error_asks_for_it(program):
-    first = "" if program == "DTensor first" else "import torch_rope"
-    done = python("\n".join([first, DTENSORS, *PROGRAMS[program], "torch_rope.rotate(x, inv_freq=inv_freq)"]))
-    error = "rope.rotate: x is a DTensor but must be .* not registered; import torch_rope.parallel"
-    assert (done.returncode == 0) == (program != "none") == (not re.search(error, done.stderr)), done.stderr
+@pytest.mark.parametrize("call", CALLS)
+def test_functions_and_the_module_register_the_rules_and_operators_need_the_import(call):
+    done = python(f"import torch_rope{DTENSORS}{call}")
+    assert re.search(CALLS[call], done.stderr) if CALLS[call] else done.returncode == 0, done.stderr
 
 
 # ---- torch.compile ----

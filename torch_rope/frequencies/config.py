@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .._mistakes import named
+from .._mistakes import named, wrong_number
 from . import families, of_transformers
 from .families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE
 from .kinds import KINDS, Frequencies, _require, is_number, partial_rotary_dim
@@ -111,7 +111,7 @@ def _layer(config: Any, by_type: Mapping, i: int | None, layer_type: str | None)
     if config.model_type in families.ONLY_WITH_WINDOW and not without and layer_type != "sliding_attention":
         prefix = _get(config, "prefix_dense_sliding_window_pattern") == 1 and i is not None  # Cohere 2 MoE
         rotates = prefix and config.mlp_layer_types[i] == "dense"
-    if not rotates:
+    if rope is None or not rotates:
         return label, None
     if i not in (_get(config, "rope_scaling_layers") or (i,)):  # Molmo 2
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
@@ -153,7 +153,7 @@ def _arguments(config: Any, label: str | None, rope: Mapping) -> tuple[str, dict
     """Returns the kind of frequencies of a layer, and the arguments of its function, of what _layer returns. Raises
     ValueError unless the function gives what the model's own class in transformers does."""
     kind, rope = _kind(rope, config)
-    theta, longest = rope.get("rope_theta"), _get(config, "max_position_embeddings")
+    theta, longest = _get(rope, "rope_theta"), _get(config, "max_position_embeddings")
     _need(is_number(theta) and 0 < theta < math.inf, "rope_theta", theta, f"a positive number; {_AT_ONCE}")
     trained = label is None and _get(config, "original_max_position_embeddings")
     trained = trained or rope.get("original_max_position_embeddings") or longest
@@ -178,7 +178,8 @@ def _arguments(config: Any, label: str | None, rope: Mapping) -> tuple[str, dict
     if kind != "proportional" and _difference(kind, odd, theirs) is None:  # an odd number rotates one more channel
         return kind, odd
     name, ours, must_be = difference
-    _need(False, name, ours, f"{must_be}, as in {cls} of transformers, which reads this config otherwise; {INSTEAD}")
+    must_be = f"{must_be}, as in {cls} of transformers, which reads this config otherwise; {INSTEAD}"
+    raise wrong_number("torch_rope.frequencies.from_config", name, ours, must_be)
 
 
 def _difference(kind: str, arguments: dict, theirs: list[Frequencies]) -> tuple | None:

@@ -59,7 +59,7 @@ NO_PARAMETERS = frozenset({"codegen", "esm", "gptj", "lightglue", "roformer"})
 # The families in which layer_rope_theta holds the base of each layer. In others it only says which layers rotate.
 THETA_OF_LAYER = frozenset({"granite_swa", "granitemoe_swa"})
 # Family, or None for one that transformers lacks -> the entry that says whether it rotates -> the values if it does.
-ROTATES_IF = {
+ROTATES_IF: dict[str | None, dict[str, tuple]] = {
     None: {"position_embedding_type": (None, "rope", "rotary")},
     "esm": {"position_embedding_type": ("rotary",)},
     "falcon": {"alibi": (False,)},
@@ -67,5 +67,6 @@ ROTATES_IF = {
     "zamba2": {"use_mem_rope": (True,)},
 }
 # Family -> layer type -> its name in the rope parameters, if that is another one.
-LABELS = {"deepseek_v4": dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), "compress")}
+LABELS: dict[str, dict[str | None, str]] = {}
+LABELS["deepseek_v4"] = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), "compress")
 LABELS["deepseek_v4"]["sliding_attention"] = "main"

@@ -294,7 +294,10 @@ def longrope(
         _require_positive("longrope", **{f"{name}[{i}]": divisor for i, divisor in enumerate(divisors)})
     _require_numbers("longrope", lambda n: n > 1, "more than 1", original_max_position=original_max_position)
     if attention_factor is None:
-        _require(factor is not None, "longrope", "factor", factor, "a number unless attention_factor is given")
+        if factor is None:
+            raise wrong_number(
+                "torch_rope.frequencies.longrope", "factor", factor, "a number unless attention_factor is given"
+            )
         _require_positive("longrope", factor=factor)
         attention_factor = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original_max_position))
     _require_positive("longrope", attention_factor=attention_factor)

@@ -13,14 +13,14 @@ from .._modes import as_seen
 from .kinds import in_two_parts
 
 Offset = int | torch.SymInt
-Length = Offset | Tensor
+Length = int | Tensor
 Sources = dict[str, Tensor]
 Positions = Tensor | None
 
 
 def length_of(seq: int, positions: Positions, offset: Offset) -> Length:
     """Returns the highest position plus one."""
-    whole("torch_rope.RotaryEmbedding", "offset", offset, -(2**63))
+    offset = whole("torch_rope.RotaryEmbedding", "offset", offset, -(2**63))
     if positions is None:
         return offset + seq
     if positions.numel() == 0:
@@ -66,7 +66,7 @@ class LongRope(NamedTuple):
             return sources, positions
         both = {name: t if is_both[name] else t.expand(2, *t.shape) for name, t in sources.items()}
         long = length > self.original_max_position
-        if not isinstance(long, Tensor):
+        if positions is None or not isinstance(long, Tensor):
             return {name: of_both.select(0, 1 if long else 0) for name, of_both in both.items()}, positions
         if "inv_freq" in both:
             short_freq, long_freq = both["inv_freq"]

@@ -83,7 +83,7 @@ def _rotary_classes(cls: type) -> list[type]:
     return own or rotary
 
 
-def tables(config: Any, label: str | None, rope: dict) -> tuple[str, list[Frequencies]]:
+def tables(config: Any, label: str | None, rope: Mapping) -> tuple[str, list[Frequencies]]:
     """Returns the name of the model's own class, and the frequencies that it computes: for LongRoPE those of short and of
     long sequences. There are none if transformers has no such class. rope: the rope parameters of a layer, which may
     differ from those of the config unless they have a label there, the name of a layer type."""

@@ -29,7 +29,7 @@ _NO_ATTRIBUTES = {*vars(nn.Module()), "forward"}
 class _InFloat64(TorchFunctionMode):
     """Makes every function of torch that a thread calls compute in float64 where it would compute in a narrower dtype."""
 
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def changed(change: Callable) -> tuple[list, dict]:
             return [change(a) for a in args], {name: change(a) for name, a in (kwargs or {}).items()}
 
@@ -163,7 +163,7 @@ def _exact(module: nn.Module, make: Callable, unread: str = "") -> tuple[Callabl
         key_of(module, _CPU)
     except ValueError as error:
         return None, f"left as it is, because {error}"
-    forward._torch_rope = ("exact angles, by its own formula in float64",)
+    vars(forward)["_torch_rope"] = ("exact angles, by its own formula in float64",)
     # Dynamic frequencies change for good in a forward, which cannot be compiled as a whole.
     return torch.compiler.disable(forward) if "dynamic" in str(getattr(module, "rope_type", "")) else forward, ""
 
@@ -196,7 +196,7 @@ def of_transformers(module: nn.Module) -> tuple[Callable | None, str]:
     return _exact(module, _new_and_grown, "x")
 
 
-def _new_and_grown(module: nn.Module) -> nn.Module:
+def _new_and_grown(module: Any) -> nn.Module:
     """Returns a new module, after the longest sequence that a module has had if its frequencies follow the length."""
     new = type(module)(module.config)
     kinds = getattr(new, "rope_type", "")

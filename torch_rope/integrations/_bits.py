@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Rounding:
 
 # What rotary functions compute in, given the dtypes of x and of the tables. The usual ones come first.
 _INSIDE = (torch.promote_types, lambda x, tables: torch.float32, lambda x, tables: torch.float64, lambda x, tables: x)
-_GRADIENTS = [{"contiguous": c, "converts_each": e} for c, e in product((False, True), repeat=2)]
+_GRADIENTS: list[dict[str, Any]] = [{"contiguous": c, "converts_each": e} for c, e in product((False, True), repeat=2)]
 # The ways in which rotary functions round: they return a Rounding for the dtypes of x, tables and result.
 POLICIES = [partial(Rounding.each, inside, **more) for more in _GRADIENTS for inside in _INSIDE]
 FIRST_PRODUCT = [partial(Rounding.each, _INSIDE[1], rounds_first_product=True, **more) for more in _GRADIENTS]
@@ -85,7 +85,7 @@ def is_traced() -> bool:
     )
 
 
-def rotated(xs: Sequence[Tensor], o: Operands, in_trial: bool = False) -> Sequence[Tensor]:
+def rotated(xs: Sequence[Tensor], o: Operands, in_trial: bool = False) -> tuple[Tensor, ...]:
     """Returns one or two rotated tensors, whose gradients have the function's bits where autograd lets them, as in a trial."""
     r = o.rounding
     has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
@@ -94,7 +94,7 @@ def rotated(xs: Sequence[Tensor], o: Operands, in_trial: bool = False) -> Sequen
     return _rotated(xs, o)
 
 
-def _rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
+def _rotated(xs: Sequence[Tensor], o: Operands) -> tuple[Tensor, ...]:
     r, cos, sin = o.rounding, o.cos, o.sin
     xs = [x.to(r.x) for x in xs]
     if r.rounds_first_product:
@@ -122,27 +122,27 @@ class _WithItsGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, o: Operands, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.operands, ctx.dtype = o._replace(cos=None, sin=None), xs[0].dtype
+        ctx.rounding, ctx.flags, ctx.heads_first, ctx.dtype = o.rounding, o.flags, o.heads_first, xs[0].dtype
         ctx.save_for_backward(o.cos, o.sin)
         return _rotated(xs, o)
 
     @staticmethod
-    def backward(ctx, *gs: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), r, dtype = ctx.saved_tensors, ctx.operands.rounding, ctx.dtype
-        flags = ctx.operands.flags | {"inverse": not ctx.operands.flags.get("inverse"), "eager_rounding": True}
+    def backward(ctx, *results: Tensor) -> tuple[Tensor | None, ...]:
+        (cos, sin), r, dtype = ctx.saved_tensors, ctx.rounding, ctx.dtype
+        flags = ctx.flags | {"inverse": not ctx.flags.get("inverse"), "eager_rounding": True}
         # The operator itself rounds the products to the dtype of a gradient that it takes.
         direct = r.converts_each and r.tables in (dtype, torch.float32)
         inside = r.tables if r.converts_each else r.x
-        gs = [g if direct and g.dtype == dtype else g.to(inside) for g in gs]
+        gs = [g if direct and g.dtype == dtype else g.to(inside) for g in results]
         if r.contiguous:  # in the function's own layout
-            first = ctx.operands.heads_first
+            first = ctx.heads_first
             gs = [g.transpose(1, 2).contiguous().transpose(1, 2) if first else g.contiguous() for g in gs]
         if not r.converts_each:
             return None, *(y.to(dtype) for y in _operator(gs, cos, sin, flags))
         # The gradients of the two products are rounded before they are added.
         start, zeros = flags.get("rotary_start", 0), torch.zeros_like(cos)
         channels = slice(start, start + 2 * cos.shape[-1])
-        ys, others = ([y.to(dtype) for y in _operator(gs, *t, flags)] for t in ((cos, zeros), (zeros, sin)))
+        ys, others = ([y.to(dtype) for y in _operator(gs, c, s, flags)] for c, s in ((cos, zeros), (zeros, sin)))
         for y, other in zip(ys, others, strict=True):
             y[..., channels] += other[..., channels]
         return None, *ys

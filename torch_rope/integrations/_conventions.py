@@ -47,7 +47,7 @@ class Sample:
         """Returns x [*shape, head_dim]."""
         return self.numbers(*shape, self.head_dim)
 
-    def angles(self, *shape: int) -> tuple[Tensor, Tensor]:
+    def angles(self, *shape: int) -> tuple[Tensor, ...]:
         """Returns cos and sin [*shape, pairs]."""
         return self.numbers(2, *shape, self.pairs, dtype=self.dtypes[1]).unbind()
 
@@ -90,10 +90,10 @@ def _each_twice(adjacent: bool) -> Form:
 
 
 TWICE, ADJACENT = _each_twice(False), _each_twice(True)
-ONCE = Form(lambda *tables: tables, lambda *tables: Reading(*tables, "a, b"))
+ONCE = Form(lambda *tables: tables, lambda cos, sin: Reading(cos, sin, "a, b"))
 COMPLEX = Form(  # cos and sin are views of the table, so no device needs to compute with complex numbers
     lambda cos, sin: (torch.complex(cos, sin),),
-    lambda table: Reading(*torch.view_as_real(table.resolve_conj()).unbind(-1), "complex numbers"),
+    lambda table: ONCE.read(*torch.view_as_real(table.resolve_conj()).unbind(-1))._replace(form="complex numbers"),
     1,
 )
 
@@ -115,12 +115,10 @@ def follows(
 ) -> Convention:
     """Returns the convention of functions that take x, or q and k, and tables of one form.
 
-    Args:
-        shapes: pairs of the shape of x without head_dim and the shape of the tables without channels, "batch seq: seq".
-            A - stands for a dimension that the function adds to the tables. All shapes have it in the same places.
-        tensors: 2 for q and k.
-        together: whether cos and sin are one argument.
-        changes: what a reading has besides. Its member back makes x of a sample too.
+    shapes: pairs of the shape of x without head_dim and the shape of the tables without channels, "batch seq: seq". A -
+    stands for a dimension that the function adds to the tables. All shapes have it in the same places. tensors: 2 for q
+    and k. together: whether cos and sin are one argument. changes: what a reading has besides. Its member back makes x
+    of a sample too.
     """
     back = changes.get("back", lambda x, _: x)
     before, dash, _ = shapes[0].partition(": ")[2].rpartition("-")

@@ -7,7 +7,7 @@ know, and if both methods do the same with random numbers.
 import dis
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ def _said(code: types.CodeType) -> Iterator[str]:
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             words = [f"{last if last in ('self', 'attn') else ''}.{value}"]
         elif name in ("LOAD_CONST", "RETURN_CONST", "LOAD_SMALL_INT", "KW_NAMES"):
-            value = code.co_consts[i.arg] if name == "KW_NAMES" else value
+            value = code.co_consts[i.arg or 0] if name == "KW_NAMES" else value
             value = [value] if not isinstance(value, tuple) else value
             words = [f"[{v.start}:{v.stop}]" if isinstance(v, slice) else repr(v) for v in value]
         elif name in ("BUILD_SLICE", "BINARY_SLICE"):
@@ -75,10 +75,9 @@ def unknown(function: types.FunctionType, words: Collection[str]) -> str:
 def are_plain(modules: Collection[nn.Module]) -> bool:
     """Returns whether nothing but their classes sees the calls of modules, which a fused layer may not make."""
     for own in map(vars, modules):  # without more loops, because each layer of a decode step asks
-        hooks = (
-            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        )
-        if hooks or "forward" in own or "_norm" in own:
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return False
+        if "forward" in own or "_norm" in own:
             return False
     return torch.compiler.is_compiling() or not _has_any_global_hook()
 
@@ -108,13 +107,11 @@ class Norm(NamedTuple):
         eps = vars(q_norm)[self.eps]
         return eps is not None and eps == vars(k_norm)[self.eps]
 
-    def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
+    def weight_of(self, module: Any, x: Tensor) -> Tensor:
         """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
-        w = module.weight
-        if self.plus_one:
-            w = 1.0 + w.float()
-        elif w.dtype not in (x.dtype, torch.float32):
-            w = w.float()
+        w: Tensor = module.weight
+        w = w.float() if self.plus_one or w.dtype != x.dtype else w
+        w = 1.0 + w if self.plus_one else w
         return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
 
 
@@ -136,7 +133,7 @@ def norm_of(norms: Sequence[nn.Module]) -> Norm | str:
 # ---- the parts of a trial ----
 
 
-def changed(module: nn.Module, modules: dict[str, nn.Module | None], **attributes: Any) -> nn.Module:
+def changed(module: nn.Module, modules: Mapping[str, nn.Module | None], **attributes: Any) -> nn.Module:
     """Returns a module like another one, but with other modules, other attributes where it has them, and no parameters."""
     new = object.__new__(type(module))
     attributes = {name: value for name, value in attributes.items() if getattr(module, name, None) is not None}
@@ -144,14 +141,14 @@ def changed(module: nn.Module, modules: dict[str, nn.Module | None], **attribute
     return new
 
 
-def like_norm(sample: Sample, module: nn.Module, norm: Norm) -> nn.Module:
+def like_norm(sample: Sample, module: Any, norm: Norm) -> nn.Module:
     """Returns a norm like a module, on the CPU, whose numbers show what it does."""
     new = changed(module, {}, **{norm.eps: 0.25})
     new._parameters["weight"] = nn.Parameter(sample.numbers(module.weight.numel()))
     return new
 
 
-def small_linear(sample: Sample, channels: int, out: int) -> nn.Linear:
+def small_linear(sample: Sample, channels: int, out: int) -> nn.Module:
     """Returns a random projection on the CPU, which takes no random numbers from the program."""
     new = nn.Linear(channels, out, device="meta")
     new.weight, new.bias = (nn.Parameter(sample.numbers(*shape)) for shape in ((out, channels), (out,)))

@@ -33,7 +33,7 @@ def copy_of(
     """Returns a function with everything of this function but its code, its closure, and its globals if they are given."""
     new = types.FunctionType(code, namespace or function.__globals__, argdefs=function.__defaults__, closure=closure)
     functools.update_wrapper(new, function, (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
-    del new.__wrapped__
+    del vars(new)["__wrapped__"]
     return new
 
 
@@ -78,11 +78,11 @@ def _renamed(function: types.FunctionType, find: Find, known: dict) -> types.Fun
         return function
     result = copy_of(function, _replaced(function.__code__, names, codes), function.__closure__)
     called = [new for _, new in (*names.values(), *codes.values())]
-    result._torch_rope = tuple(dict.fromkeys(c for new in called for c in getattr(new, "_torch_rope", ())))
+    vars(result)["_torch_rope"] = tuple(dict.fromkeys(c for new in called for c in vars(new).get("_torch_rope", ())))
     return result
 
 
-def _decorated(function: Callable, inner: Callable, new: Callable) -> Callable:
+def _decorated(function: types.FunctionType, inner: Callable, new: Callable) -> types.FunctionType:
     """Returns a function whose decorator keeps a new function instead of the inner one."""
     if new is inner:
         return function
@@ -92,7 +92,7 @@ def _decorated(function: Callable, inner: Callable, new: Callable) -> Callable:
             f"has the decorator function {function.__code__.co_name}, which must hold the method in its closure"
         )
     result = copy_of(function, function.__code__, cells)
-    result.__wrapped__, result._torch_rope = new, new._torch_rope
+    vars(result).update(__wrapped__=new, _torch_rope=vars(new)["_torch_rope"])
     return result
 
 

@@ -24,7 +24,7 @@ from ._rotary import Rotary
 ATTRIBUTE = "_torch_rope_patch"  # of a patched model: its Patch
 # fuse(module, owner, name, function, new) returns what takes the place of a method that rotates, and what it fuses, or new
 # and why nothing is fused. owner is the module, or its processor.
-Fuse = Callable[[nn.Module, Any, str, Callable, Callable], tuple[Callable, str]]
+Fuse = Callable[[nn.Module, Any, str, types.FunctionType, types.FunctionType], tuple[Callable, str]]
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Library:
 
 # ---- functions ----
 
-_registered: dict[types.FunctionType, Callable] = {}
+_registered: dict[types.FunctionType, types.FunctionType] = {}
 _found: dict[tuple, Rotary] = {}  # what takes the place of rotary functions
 
 
-def register(function: Callable, replacement: Callable | None) -> None:
+def register(function: types.FunctionType, replacement: types.FunctionType | None) -> None:
     """Lets :func:`patch` put a function of yours in the place of a function that it refuses.
 
     Models that are patched from now on call the replacement where they called the function. Nothing is compared: that
@@ -77,7 +77,7 @@ def register(function: Callable, replacement: Callable | None) -> None:
             f"torch_rope register: replacement has the arguments {arguments} but must have those of the function, {expected}"
         )
     new = copy_of(replacement, replacement.__code__, replacement.__closure__)
-    new._torch_rope = (f"{function.__name__} is {replacement.__qualname__}, which was registered",)
+    vars(new)["_torch_rope"] = (f"{function.__name__} is {replacement.__qualname__}, which was registered",)
     _registered[function] = new
 
 
@@ -168,10 +168,11 @@ class _Search:
         self.library, self.rounding, self.name, self.undo = library, rounding, name, undo  # errors say name and undo
         self.fuse: Fuse = fuse or (lambda module, owner, name, function, new: (new, ""))
         self.ours = {(r.module, r.attribute) for r in ours} | {(r.now, "__call__") for r in ours}
-        self._known: dict[Callable, Callable] = {}
-        self._class = functools.cache(_processor_class)  # torch.compile compiles once for all processors of one class
-        # A model may have many thousand modules, of few classes.
-        self._methods_of, self._may_process = functools.cache(self._methods_of), functools.cache(_may_process)
+        self._known: dict[types.FunctionType, types.FunctionType] = {}
+        # torch.compile compiles once for all processors of one class. A model may have many thousand modules, of few classes.
+        self._class: Callable[..., type] = functools.cache(_processor_class)
+        self._methods: Callable[[type], dict[str, list]] = functools.cache(self._methods_of)
+        self._may_process: Callable[[type], bool] = functools.cache(_may_process)
 
     def of(self, model: nn.Module) -> Iterator[Replaced]:
         for path, module in model.named_modules():
@@ -180,9 +181,9 @@ class _Search:
             for attribute, old in [*vars(module).items(), *module._modules.items()]:
                 new = self._may_process(type(old)) and hasattr(old, "__dict__") and (module, attribute) not in self.ours
                 if new and (found := [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]):
-                    now = object.__new__(self._class(type(old), tuple((name, function) for name, function, _ in found)))
+                    now: Any = object.__new__(self._class(type(old), tuple(method[:2] for method in found)))
                     vars(now).update(vars(old))
-                    calls = tuple(dict.fromkeys(call for _, _, calls in found for call in calls))
+                    calls = tuple(dict.fromkeys(call for *_, calls in found for call in calls))
                     yield Replaced(path, module, attribute, now, old, calls)
 
     def _methods_of(self, cls: type) -> dict[str, list[types.FunctionType]]:
@@ -195,7 +196,7 @@ class _Search:
 
     def _methods_that_rotate(self, owner: Any, module: nn.Module, path: str) -> Iterator[tuple]:
         """Yields the names of methods that rotate and are not patched, what takes their place, and what that calls."""
-        for name, (function, *inherited) in self._methods_of(type(owner)).items():
+        for name, (function, *inherited) in self._methods(type(owner)).items():
             attribute = _attribute_of(owner, name)
             if (owner, attribute) in self.ours:
                 continue
@@ -204,8 +205,8 @@ class _Search:
             current = vars(owner).get(attribute)
             bound = getattr(current, "__self__", None) is owner
             function = current.__func__ if bound else function
-            if hasattr(function, "_torch_rope"):
-                there = "; ".join(map(str, function._torch_rope))
+            if "_torch_rope" in vars(function):
+                there = "; ".join(map(str, vars(function)["_torch_rope"]))
                 raise ValueError(
                     f"{self.name} cannot be patched now: {method} calls torch_rope; {self.undo}. It says: {there}"
                 )
@@ -222,7 +223,7 @@ class _Search:
                 fused, note = self.fuse(module, owner, name, function, new)
                 note = f"{'kept apart, because' if fused is new else 'fused:'} {note}" if note else ""
                 # The text of a Rotary says how it rounds, so that is tried here, and not in a forward.
-                yield name, fused, (*map(str, fused._torch_rope), *filter(None, [note]))
+                yield name, fused, (*map(str, vars(fused)["_torch_rope"]), *filter(None, [note]))
             elif re.match("_?apply_(rotary|rope)", name):
                 raise self._refused(where, "must call a rotary function that can be replaced but does not")
             elif "super" in inspect.unwrap(function).__code__.co_names and [*map(self._tried, inherited)] != inherited:
@@ -239,8 +240,9 @@ class _Search:
         """Returns what _renamed returns, or None if the function calls a rotary function that is not known."""
         with contextlib.suppress(NotImplementedError):
             return self._renamed(function)
+        return None
 
-    def _find(self, name: str, function: Callable) -> Callable | None:
+    def _find(self, name: str, function: types.FunctionType) -> Callable | None:
         """Returns what takes the place of a function, or None if its name is not that of a rotary function."""
         library = self.library
         if function in _registered or not library.rotary.search(name):
@@ -270,7 +272,7 @@ class Patch(contextlib.AbstractContextManager):
     """What patch returns. ``str()`` of it lists what is replaced now."""
 
     def __init__(self, model: Any, options: dict[str, Any]):
-        self._model, self.options, self.notes = model, options, []
+        self._model, self.options, self.notes = model, options, list[str]()
         self._replaced: list[Replaced] = []
 
     def left(self) -> list[Replaced]:
@@ -357,10 +359,11 @@ def patch_model(
         [other, *_] = known
         advice = f"a model of {other}; pass it to torch_rope.integrations.{other}.patch"
         raise type(error)(f"{library.patch}: model is of type {search.name}, {advice}") from None
-    for path, module in model.named_modules() if angles else ():
-        if (module, _attribute_of(module, "forward")) not in search.ours:
+    for path, module in model.named_modules():
+        if angles and (module, _attribute_of(module, "forward")) not in search.ours:
             forward, note = angles(model, path)
-            replaced += [Replaced.method(path, module, "forward", forward, forward._torch_rope)] if forward else []
+            if forward:
+                replaced.append(Replaced.method(path, module, "forward", forward, vars(forward)["_torch_rope"]))
             notes += [f"{path}: {note}"] if note else []
     patched.add(replaced, notes)
     return patched

@@ -29,6 +29,7 @@ from ._names import nested
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
+Size = tuple[int, int, int]  # batch, seq, heads
 # How far two outcomes agree: up to rounding, in the bits of results, also of gradients, also in the strides of gradients.
 _CLOSE, _BITS, _GRADIENTS, _ALL = 1, 2, 3, 4
 _REMARKS = {_CLOSE: "rounded once, without the function's bits,", _BITS: "with other bits of gradients"}
@@ -42,7 +43,7 @@ def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, boo
     it. Returns None if the operators cannot take the tables.
     """
     cos, sin, to, back = reading.cos, reading.sin, reading.to, reading.back
-    shapes = [to(x).shape for x in xs]
+    shapes = [tuple(to(x).shape) for x in xs]
     dim = len(shapes[0])
     if not (3 <= dim <= 4 and cos.dim() <= dim and cos.shape == sin.shape):
         return None
@@ -93,7 +94,8 @@ class Rotary:
         parameters = inspect.signature(function).parameters.values()
         self._defaults = {p.name: p.default for p in parameters if p.kind != p.VAR_KEYWORD}
         self._last: tuple | None = None  # the tables of the last call, and what was made of them
-        self._roundings: dict[tuple, Rounding] | None = None  # how the function rounds, once it is known
+        self._roundings: dict[tuple, Rounding] = {}  # how the function rounds
+        self._remarks: str | None = None  # about its bits, once it is known how it rounds
         self._checked: dict[tuple, bool] = {}  # whether the last tables of a form are those of a rotation
         self._has_warned = self._in_trial = False  # warned that tables are those of no rotation
         how = _recognised(function, texts)
@@ -197,16 +199,16 @@ class Rotary:
     @torch.compiler.assume_constant_result  # compiled code calls it, and does not trace it
     def find_roundings(self) -> None:
         """Finds out how the function rounds, in every dtype, unless that is known."""
-        if self._roundings is None:
-            self._remarks, self._roundings = self._by_trial(Rotary._find_roundings)
+        if self._remarks is None:
+            self._roundings, self._remarks = self._by_trial(Rotary._find_roundings)
 
     def _by_trial(self, find: Callable, *args: Any) -> Any:
         """Returns what a method finds in a trial: no mode of the caller reaches it, and no call of another thread sees it."""
         trial = copy.copy(self)
-        trial._in_trial, trial._roundings, trial._checked = True, {}, {}
+        trial._in_trial, trial._remarks, trial._roundings, trial._checked = True, "", {}, {}
         return undisturbed(find, trial, *args)
 
-    def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8) -> Iterator[tuple]:
+    def _samples(self, dtypes: tuple, sizes: Sequence[Size] = ((2, 5, 3),), pairs: int = 8) -> Iterator[tuple]:
         """Yields what decides how the function rounds, random arguments of these dtypes that it takes, and its outcome."""
         for size, more in product(sizes, (0, 8)):
             for values in self.convention.samples(Sample(*size, 2 * pairs + more, pairs, *dtypes)):
@@ -219,7 +221,7 @@ class Rotary:
 
         Returns None if the function does not take these arguments.
         """
-        n, gradients = self.convention.tensors, []
+        n, gradients = self.convention.tensors, list[Tensor]()
         leaves = [x.detach().requires_grad_() for x in values[:n]]
         try:
             results = function(**dict(zip(self._defaults, [*leaves, *values[n:]], strict=True)))
@@ -257,8 +259,8 @@ class Rotary:
         pairings = dict.fromkeys(kind[-1] for kind, *_ in best)
         return found, " or ".join("interleaved" if interleaved else "half-split" for interleaved in pairings)
 
-    def _find_roundings(self) -> tuple[str, dict[tuple, Rounding]]:
-        """Returns remarks about bits that torch_rope does not have, and how the function rounds, in every dtype."""
+    def _find_roundings(self) -> tuple[dict[tuple, Rounding], str]:
+        """Returns how the function rounds, in every dtype, and remarks about bits that torch_rope does not have."""
         groups: dict[tuple, list] = {}
         for dtypes in product(DTYPES, (*DTYPES, torch.float64)):
             for kind, *sample in self._samples(dtypes):
@@ -269,22 +271,22 @@ class Rotary:
             wide = self._roundings.get((torch.float32, *kind[1:]))
             policies = FIRST_PRODUCT if wide and wide.rounds_first_product else [*POLICIES, *FIRST_PRODUCT]
             if remark := self._find_rounding(kind, samples, [] if self._once else policies):
-                dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
-                remarks.setdefault(remark, []).append("{} with tables of {}".format(*dtypes))
+                names = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
+                remarks.setdefault(remark, []).append("{} with tables of {}".format(*names))
         if self._once:
-            return ", rounded once", self._roundings
+            return self._roundings, ", rounded once"
         parts = [f", {remark} for {' and '.join(of)}" for remark, of in remarks.items()]
         sizes = (2, 5, 3), (1, 70, 2)
         few = (sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs))
         if forms := dict.fromkeys(kind[2] for kind, *sample in few if self._agreement(*sample) < _BITS):
             parts.append(f", with other bits of {' and '.join(forms)} if rotary_dim is not a multiple of 16")
-        return "".join(parts), self._roundings
+        return self._roundings, "".join(parts)
 
     def _find_rounding(self, kind: tuple, samples: list, policies: list) -> str:
         """Finds how the function rounds samples of one kind. Returns a remark."""
         result, best = samples[0][1][0][0].dtype, _CLOSE
         narrower = min(kind[0], result, key=lambda dtype: dtype.itemsize)  # a few functions always return bfloat16
-        found = Rounding.once(*kind[:2], narrower)
+        found = Rounding.once(kind[0], kind[1], narrower)
         for policy in policies:
             self._roundings[kind] = policy(*kind[:2], result)
             agreement = _ALL
@@ -341,7 +343,7 @@ def _with_helpers(function: types.FunctionType) -> list[types.FunctionType]:
     found, package = [function], function.__module__.split(".")[0]
     for part in found:  # it grows
         for name in (name for code in nested(part.__code__) for name in code.co_names):
-            helper = inspect.unwrap(part.__globals__.get(name))
+            helper = inspect.unwrap(part.__globals__.get(name, part))
             if isinstance(helper, types.FunctionType) and helper.__module__.split(".")[0] == package:
                 found += [helper] * (helper not in found)
     return found

@@ -79,7 +79,7 @@ def _validate(name: str, given: dict) -> ValidationResult:
     return ValidationResult.ok() if rotates else ValidationResult.fail("freqs_cis", "a matrix is not a rotation")
 
 
-def _call(name: str, freqs_cis: Tensor, epsilon: float = 1e-6, **given) -> Tensor | tuple[Tensor, Tensor]:
+def _call(name: str, freqs_cis: Tensor, epsilon: float = 1e-6, **given) -> Tensor | tuple:
     """Computes the function of comfy-kitchen that has this name."""
     xs, weights = ([*filter(torch.is_tensor, map(given.get, names))] for names in (XS, WEIGHTS))
     interleaved, in_place = "split_half" not in name, name.endswith("_")
@@ -88,11 +88,11 @@ def _call(name: str, freqs_cis: Tensor, epsilon: float = 1e-6, **given) -> Tenso
     if (xs[0].shape, xs[0].dtype) != (xs[-1].shape, xs[-1].dtype):  # one at a time
         each = itertools.zip_longest(xs, weights)  # without weights the scale is None
         return tuple(_call(name, x=x, scale=scale, freqs_cis=freqs_cis, epsilon=epsilon) for x, scale in each)
-    tokens, tables = zip(*(_as_computed(name, x, freqs_cis) for x in xs), strict=True)
+    given_xs, tables = zip(*(_as_computed(name, x, freqs_cis) for x in xs), strict=True)
     # The operators take cos, sin and weights in the dtype of x or in float32.
     column, *weights = (t if t.dtype == xs[0].dtype else t.float() for t in (tables[0].select(-1, 0), *weights))
     axes = (1, 2) if column.shape[1] == 1 else (1, 1)  # transpose(*axes) swaps heads and seq if heads come first
-    tokens = [x.transpose(*axes) for x in tokens]  # [batch, seq, heads, head_dim]
+    tokens = [x.transpose(*axes) for x in given_xs]  # [batch, seq, heads, head_dim]
     # A table by token has no dimension for heads.
     cos, sin = column.transpose(*axes).expand(-1, tokens[0].shape[1], -1, -1, -1).squeeze(2).unbind(-1)
     if weights:

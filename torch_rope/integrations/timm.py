@@ -14,8 +14,8 @@ from ._patch import Library, Patch, patch_model, register
 
 __all__ = ["Patch", "patch", "register"]
 
-SHAPES = "batch heads seq: seq", "batch heads seq: heads seq", "batch heads seq: batch 1 seq"
-SHAPES += "batch heads seq: batch heads seq", "batch seq: seq"
+SHAPES = ["batch heads seq: seq", "batch heads seq: heads seq", "batch heads seq: batch 1 seq"]
+SHAPES += ["batch heads seq: batch heads seq", "batch seq: seq"]
 FORMS = {False: ADJACENT, True: TWICE}
 
 LIBRARY = Library(

@@ -6,9 +6,10 @@ last place) is the distance between neighbouring numbers of a dtype, here at the
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,7 +118,7 @@ class Check:
         self.largest = max(self.largest, part.item())
         limit = (allowed / step).flatten()[at]
         require(
-            part <= 1,
+            part.item() <= 1,
             f"{name}{[int(i) for i in torch.unravel_index(at, expected.shape)]} is {actual.flatten()[at]:.9g}, expected "
             f"{expected.flatten()[at]:.9g}: the error is {part * limit:.3g} ulp but must be at most {limit:.3g}",
         )
@@ -156,8 +157,8 @@ class Check:
             of = pick.choice((dtype, torch.float32))
             found = {"cos": angle.cos().to(of), "sin": angle.sin().to(of)}
             positions = pick.choice((None, near, near[0].int()))
-        found |= {"positions": positions, "offset": pick.choice((0, 5))}
-        return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in found.items()}
+        given = {**found, "positions": positions, "offset": pick.choice((0, 5))}
+        return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in given.items()}
 
     def arguments(self, op: str, dtype: torch.dtype, number: int) -> tuple[list[Tensor], dict]:
         """Returns q, k, v and the caches, as far as an operator has them, and its other arguments.
@@ -219,6 +220,7 @@ class Check:
         dtype, has_norm = xs[0].dtype, "q_norm_weight" in options or options.get("norm_v", False)
         ulps, part = limits(dtype, options, options.get("attention_factor", 1.0), has_norm)
         bound = ulps + 2 * (dtype == torch.float64), part  # in float64 the expected result has an error of its own
+        unchanged: Sequence[int]
         if op == "rotate_into_cache_":
             unchanged = (0, 1, 2) if "q_out" in options else (1, 2)
             results = options.get("q_out", xs[0]), *xs[3:]
@@ -237,12 +239,13 @@ class Check:
     def near_results(self, results: tuple, exact_xs: list[Tensor], options: dict, bound: tuple) -> None:
         """Checks the rotated q and both caches after a call of rotate_into_cache_."""
         scales = [options.pop(name, None) for name in ("q_scale", "k_scale", "v_scale")]
-        caches = [torch.full(cache.shape, torch.nan, dtype=torch.float64) for cache in exact_xs[3:]]
+        k_cache, v_cache = (torch.full(cache.shape, torch.nan, dtype=torch.float64) for cache in exact_xs[3:])
         old = options.pop("q_out", None), *exact_xs[3:]
-        reference.rotate_into_cache_(*exact_xs[:3], *caches, **options)
-        exact_results = exact_xs[0], *caches
+        q, k, v = exact_xs[:3]
+        reference.rotate_into_cache_(q, k, v, k_cache, v_cache, **options)
+        exact_results = q, k_cache, v_cache
         sizes = [magnitude(x, options) for x in exact_results[:2]]
-        sizes.append(caches[1].abs() * options["norm_v"])  # v is copied if it has no norm
+        sizes.append(v_cache.abs() * options["norm_v"])  # v is copied if it has no norm
         names = "q", "k_cache", "v_cache"
         for name, out, before, new, size, scale in zip(names, results, old, exact_results, sizes, scales, strict=True):
             unwritten = new.isnan()
@@ -264,7 +267,7 @@ class Check:
         constant = ("cos", "sin", "inv_freq") if "norm" in op else ()  # these have no gradient
         floating = [name for name, t in args.items() if isinstance(t, Tensor) and t.is_floating_point()]
         of = of or tuple(name for name in floating if name not in constant)
-        given, found = [], []
+        given, found = list[Tensor](), []
         for function, copy in ((partial(self.call, op), lambda t: t), (getattr(reference, op), exact)):
             copies = {name: copy(value) for name, value in args.items()}
             leaves = {name: copies[name].detach().requires_grad_() for name in of}
@@ -301,7 +304,8 @@ class Check:
     def eager_rounding(self, dtype: torch.dtype, interleaved: bool) -> None:
         """Checks that eager rounding gives the bits of torch's operators."""
         tensors = [self.make(2, 9, 5, 72, dtype=dtype), *(t.to(dtype) for t in self.tables(9, 48).values())]
-        options = {"interleaved": interleaved, "attention_factor": 1.7, "rotary_start": 8, "eager_rounding": True}
+        options: dict[str, Any] = {"interleaved": interleaved, "attention_factor": 1.7, "rotary_start": 8}
+        options["eager_rounding"] = True
         found = []
         for function, device in ((partial(self.call, "rotate"), self.device), (reference.rotate, "cpu")):
             x, cos, sin = (t.detach().to(device) for t in tensors)

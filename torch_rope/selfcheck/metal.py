@@ -14,7 +14,7 @@ TYPES = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16
 VECTORS = "_v8_u32", "_v4_u32", "_v1_u32", "_v8_u64", "_v4_u64", "_v1_u64"
 # The files of shaders, the families of their kernels, and what follows the type in the name of a kernel. The kernels
 # table_backward_*_u64 are missing here, because only tensors of more than 2^32 elements launch them.
-FILES = {
+FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "rotate": {"rotate": VECTORS},
     "norm": {"norm_rotate": VECTORS, "norm_rotate_wide": ("_v4", "_v1")},
     "norm_backward": {"norm_backward": ("_v4", "_v1"), "norm_backward_wide": ("_v4", "_v1"), "sum_parts": ("",)},
@@ -25,7 +25,7 @@ FILES = {
 
 def launches() -> Counter[str]:
     """Returns how often this process has launched each Metal kernel. It is empty on other devices."""
-    found = Counter()
+    found: Counter[str] = Counter()
     for name, _, calls in getattr(_C, "metal_pipelines", list)():
         found[name] += calls
     return found

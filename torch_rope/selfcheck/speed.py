@@ -35,9 +35,9 @@ def measure(check: Check, op: str, tokens: int) -> str:
     source = torch.zeros(size // 2, device=check.device, dtype=torch.uint8)
     target = torch.empty_like(source)
     with torch.no_grad():
-        ours, copy = median_times(check.device, [call, lambda: target.copy_(source)])
-    ours, copy = (f"{1e6 * t:.1f} us, {size / t / 1e9:.1f} GB/s" for t in (ours, copy))
-    return f"{op}, seq {tokens}: {ours}; a copy: {copy}"
+        seconds = median_times(check.device, [call, lambda: target.copy_(source)])
+    ours, copied = (f"{1e6 * t:.1f} us, {size / t / 1e9:.1f} GB/s" for t in seconds)
+    return f"{op}, seq {tokens}: {ours}; a copy: {copied}"
 
 
 def median_times(device: torch.device, calls: list[Callable]) -> list[float]:
@@ -55,7 +55,8 @@ def median_times(device: torch.device, calls: list[Callable]) -> list[float]:
         zero.item()
         return time.perf_counter() - start
 
-    zero, repeats, rounds = torch.zeros((), device=device), [], []
+    zero, repeats = torch.zeros((), device=device), []
+    rounds: list[list[float]] = []
     for call in calls:
         once = min(run(call, 1), run(call, 1))  # the first call may compile
         repeats.append(min(max(int(0.005 / once), 1), 1000))

@@ -8,7 +8,7 @@ import torch
 from oracle import assert_close, rotate
 
 import torch_rope
-from benchmarks.implementations import WAYS, rotate_as_peer  # noqa: E402
+from benchmarks.adapters import WAYS, rotate_as_peer  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 

@@ -59,6 +59,5 @@ def _left_as_they_are(model: nn.Module, ours: list[str], why: str) -> list[str]:
     for path, module in model.named_modules():
         around, kind = path.rpartition(".")[0], type(module).__name__
         if re.search("Rope|RoPE|Rotary", kind) and not any(f"{p}.".startswith(f"{around}.".lstrip(".")) for p in ours):
-            where = re.sub(r"\b\d+\b", "*", path)
-            notes.append(f"{where}: {kind} rotates without torch_rope: {why}")
+            notes.append(re.sub(r"\b\d+\b", "*", path) + f": {kind} rotates without torch_rope: {why}")
     return [*dict.fromkeys(notes)]

@@ -29,11 +29,7 @@ def _read_matrices(table: Tensor) -> Reading:
 
 
 MATRICES = Form(lambda c, s: (torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2)),), _read_matrices, 1)
-ANGLES = Form(
-    lambda angle, _: (torch.cat([angle, angle], -1),),
-    lambda angle: TWICE.read(angle.cos(), angle.sin())._replace(form="angles"),
-    1,
-)
+ANGLES = Form(lambda a, _: (torch.cat([a, a], -1),), lambda a: TWICE.read(a.cos(), a.sin())._replace(form="angles"), 1)
 # The even channels of cos and the odd channels of sin are read. In samples the others hold something else.
 HALF_READ = Form(
     lambda cos, sin: (torch.stack([cos, -sin], -1).flatten(-2), torch.stack([-cos, sin], -1).flatten(-2)),

@@ -3,10 +3,10 @@
 A layer gets it if each word in the code of its own processor is known, and if both processors do the same in a trial.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from itertools import product
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ _WORDS = """
 """
 
 
-def _fused(own: Callable, norm: Norm, rotary: Rotary, others: Callable) -> Callable:
+def _fused(own: FunctionType, norm: Norm, rotary: Rotary, others: Callable) -> Callable:
     """Returns a processor's method that fuses a norm of q and of k. Its own method computes in every other case."""
     of_file = own.__globals__
 
@@ -72,33 +72,32 @@ def _fused(own: Callable, norm: Norm, rotary: Rotary, others: Callable) -> Calla
 
 def fuser() -> Fuse:
     """Returns a function that finds the methods of one model. torch.compile compiles once for all layers with the same."""
-    return functools.partial(_fuse, {})
+    known: dict[tuple, Callable] = {}
+
+    def fuse(module: nn.Module, owner: Any, name: str, function: Any, new: FunctionType) -> tuple[Callable, str]:
+        tables = [*inspect.signature(function).parameters][-1]
+        rotaries = [c for c in vars(new)["_torch_rope"] if isinstance(c, Rotary)]
+        norms: list[Any] = [getattr(module, n, None) for n in ("norm_q", "norm_k")]
+        others = getattr(module, "added_kv_proj_dim", None) is not None or getattr(module, "is_cross_attention", False)
+        others |= tables not in _TABLES or len(rotaries) != 1
+        if name != "__call__" or None in norms or others or not hasattr(module, "to_q"):
+            return new, "it must be self-attention as in Wan or in Flux's single blocks but is not"
+        if why := unknown(function, {*_WORDS.split(), "if None"}):
+            return new, f"its processor {why}"
+        if isinstance(norm := norm_of(norms), str):
+            return new, norm
+        form, others_of = _TABLES[tables]
+        how = norm, rotaries[0], others_of
+        if why := undisturbed(disagreement, _trial_of, module, owner, new, form, how):
+            return new, why
+        call = known.setdefault((new, *how), _fused(new, *how))
+        vars(call)["_torch_rope"] = vars(new)["_torch_rope"]
+        return call, "norm_q, norm_k and the rotation"
+
+    return fuse
 
 
-def _fuse(
-    known: dict, module: nn.Module, owner: Any, name: str, function: Callable, new: Callable
-) -> tuple[Callable, str]:
-    """Returns what takes the place of a processor's method that rotates, and what it fuses, or why nothing is."""
-    form, others_of = _TABLES.get([*inspect.signature(function).parameters][-1], (None, None))
-    rotaries = [c for c in new._torch_rope if isinstance(c, Rotary)]
-    norms = [getattr(module, n, None) for n in ("norm_q", "norm_k")]
-    others = getattr(module, "added_kv_proj_dim", None) is not None or getattr(module, "is_cross_attention", False)
-    others |= form is None or len(rotaries) != 1
-    if name != "__call__" or None in norms or others or not hasattr(module, "to_q"):
-        return new, "it must be self-attention as in Wan or in Flux's single blocks but is not"
-    if why := unknown(function, {*_WORDS.split(), "if None"}):
-        return new, f"its processor {why}"
-    if isinstance(norm := norm_of(norms), str):
-        return new, norm
-    how = norm, rotaries[0], others_of
-    if why := undisturbed(disagreement, _trial_of, module, owner, new, form, how):
-        return new, why
-    call = known.setdefault((new, *how), _fused(new, *how))
-    call._torch_rope = new._torch_rope
-    return call, "norm_q, norm_k and the rotation"
-
-
-def _trial_of(attn: nn.Module, processor: Any, new: Callable, form: Callable, how: tuple) -> tuple:
+def _trial_of(attn: Any, processor: Any, new: FunctionType, form: Callable, how: tuple) -> tuple:
     """Returns what disagreement needs, for a layer with small projections."""
     given, inner, hidden = [], attn.inner_dim, 16
     sample = Sample(2, 8, 1, hidden, inner // attn.heads // 4, torch.float32, torch.float32)
@@ -122,5 +121,5 @@ def _trial_of(attn: nn.Module, processor: Any, new: Callable, form: Callable, ho
         return method(processor, layer, x[:batch, :seq], None, mask if masked else None, rotary), [*given]
 
     names = new.__globals__ | {"dispatch_attention_fn": witness}
-    own, other = (copy_of(f, f.__code__, f.__closure__, names) for f in (new, untried))
+    own, other = copy_of(new, new.__code__, new.__closure__, names), FunctionType(untried.__code__, names)
     return outcome, own, _fused(other, *how), [*product((1, 2), (1, 8), (False, True))]

@@ -39,7 +39,7 @@ def _after_prefix(s):
     yield *(s.x(s.batch, heads, s.seq + 2) for heads in (3, 2)), *TWICE.tables(*s.angles(s.seq))
 
 
-DEEPSEEK = {"says": "which reads interleaved pairs", "to": _split_channels}
+READS = "which reads interleaved pairs"
 CONVENTIONS = (
     _unsqueezed(TWICE),  # Llama, and most others
     _unsqueezed(TWICE, interleaved=True),  # Ernie 4.5, GLM, Helium
@@ -47,8 +47,8 @@ CONVENTIONS = (
     _unsqueezed(ONCE, interleaved=False),  # GPT-OSS
     _unsqueezed(ONCE),  # OpenAI's privacy filter
     _unsqueezed(TWICE, says="inverse", inverse=True),  # NanoChat
-    _unsqueezed(TWICE, **DEEPSEEK),  # Mistral Large 4
-    _unsqueezed(TWICE, ignored=1, **DEEPSEEK),  # DeepSeek V3, whose function has an argument position_ids
+    _unsqueezed(TWICE, says=READS, to=_split_channels),  # Mistral Large 4
+    _unsqueezed(TWICE, ignored=1, says=READS, to=_split_channels),  # DeepSeek V3, with an argument position_ids
     _unsqueezed(TWICE, ignored=1),  # GLM-ASR
     _unsqueezed(TWICE, tensors=1),  # Gemma 3n, Gemma 4
     _unsqueezed(ONCE, tensors=1, says="last channels", last_channels=True),  # DeepSeek V4

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection
 from itertools import product
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,13 +28,13 @@ from .._rotary import Rotary
 PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 SWITCHES = "use_qk_norm", "use_rope"  # the attributes that decide what a layer does
 # What the forwards of layers that are fused say, besides the name of the rotary function.
-WORDS = """
+_WORDS = """
     self.q_proj self.k_proj self.v_proj self.o_proj self.q_norm self.k_norm self.config self.head_dim self.layer_idx
     self.scaling self.attention_dropout self.sliding_window self.training self.use_qk_norm self.use_rope
     .shape .view .transpose .reshape .contiguous .update .get_interface ._attn_implementation
     ALL_ATTENTION_FUNCTIONS eager_attention_forward getattr 'dropout' 'scaling' 'sliding_window' 'kwargs' -1 0.0 1 2
 """
-WORDS = {*WORDS.split(), "[None:-1]", "None", "is None", "if None", "if is None"}
+WORDS = {*_WORDS.split(), "[None:-1]", "None", "is None", "if None", "if is None"}
 WORDS |= {f"if self.{name}" for name in ("training", *SWITCHES)}
 OF_OTHERS = {word.strip(".'") for word in WORDS if word[0] in ".'"} - {"scaling", "sliding_window"}
 ARGUMENTS = "self", "hidden_states", "position_embeddings", "attention_mask"
@@ -45,7 +45,7 @@ UPDATES = StaticCache.update, StaticLayer.update, StaticSlidingWindowLayer.updat
 
 def _parts(module: nn.Module) -> list[nn.Module]:
     """Returns the projections and the norms of an attention layer."""
-    return [module._modules[name] for name in (*PROJECTIONS, *NORMS) if module._modules.get(name) is not None]
+    return [part for name in (*PROJECTIONS, *NORMS) if (part := module._modules.get(name)) is not None]
 
 
 def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
@@ -62,7 +62,7 @@ def _name_of_cache(function: Callable) -> str:
     return ", ".join(function.__code__.co_varnames[len(ARGUMENTS) : function.__code__.co_argcount])
 
 
-def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, norm: Norm | None, caches) -> Callable:
+def _forward_of(own: Callable, like: FunctionType, state: tuple, rotary: Rotary, norm: Norm | None, caches) -> Callable:
     """Returns the fused forward of layers with a state and a forward like this, for caches of these types.
 
     In every other case, own computes.
@@ -113,7 +113,7 @@ def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, nor
         out, scores = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **window, **more)
         return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous()), scores
 
-    forward._torch_rope = (rotary,)
+    vars(forward)["_torch_rope"] = (rotary,)
     return forward
 
 
@@ -144,8 +144,8 @@ def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tupl
     else:
         positions = torch.arange(seq, device=k.device) + layer.cumulative_length
     caches = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
-    tables = (t[None] if t.dim() == 2 else t for t in tables)  # [batch or 1, seq, pairs], a row for each token
-    ops.rotate_into_cache_.default(q, k, v, *caches, *tables, None, positions, offset, None, *weights, **how)
+    rows = (t[None] if t.dim() == 2 else t for t in tables)  # [batch or 1, seq, pairs], a row for each token
+    ops.rotate_into_cache_.default(q, k, v, *caches, *rows, None, positions, offset, None, *weights, **how)
     if not moves:
         layer.cumulative_length.add_(seq)
     if slides:
@@ -160,7 +160,7 @@ def fuser() -> Fuse:
     """Returns a function that finds the forwards of one model. Layers that differ in weights only have one trial."""
     known: dict[tuple, tuple[Callable, str]] = {}
 
-    def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
+    def fuse(module: nn.Module, owner: Any, name: str, function: Any, new: FunctionType) -> tuple[Callable, str]:
         if owner is not module or name != "forward":
             return new, ""
         # An argument that had another name before is transformers' own matter.
@@ -175,12 +175,12 @@ def fuser() -> Fuse:
     return fuse
 
 
-def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> tuple[Callable, str]:
+def _fused(module: nn.Module, inner: FunctionType, new: FunctionType, state: tuple) -> tuple[Callable, str]:
     """Returns the forward that a module gets, and what it fuses, or new and why nothing is fused."""
     # Of the functions of q, k, cos, sin and the dimension of heads.
-    rotaries = [c for c in new._torch_rope if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
+    rotaries = [c for c in vars(new)["_torch_rope"] if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
     arguments, cache = inner.__code__.co_varnames[: len(ARGUMENTS)], _name_of_cache(inner)
-    norms, norm = _parts(module)[3:], None
+    norms = _parts(module)[3:]
     if len(rotaries) != 1:
         return new, "its forward must rotate q and k by one function of q, k, cos and sin but does not"
     if arguments != ARGUMENTS or cache not in NAMES_OF_CACHE:
@@ -194,7 +194,7 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> t
         return new, f"it has an attribute {own[0]}, which its forward may mean"
     if not are_plain(_parts(module)):
         return new, "a projection or a norm has hooks, or a forward of its own"
-    if norms and isinstance(norm := norm_of(norms), str):
+    if isinstance(norm := norm_of(norms) if norms else None, str):
         return new, norm
     once = rotaries[0].rounded_once()
     if why := undisturbed(disagreement, _trial_of, module, inner, once, norm):
@@ -204,11 +204,11 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> t
     return _forward_of(new, inner, state, once, norm, CACHES), note
 
 
-def _trial_of(module: nn.Module, inner: Callable, rotary: Rotary, norm: Norm | None) -> tuple:
+def _trial_of(module: Any, inner: FunctionType, rotary: Rotary, norm: Norm | None) -> tuple:
     """Returns what disagreement needs, for a layer like a module, with small projections and numbers that show."""
     head_dim, hidden, config, given = module.head_dim, 16, copy.copy(module.config), []
     sample = Sample(2, 8, 1, head_dim, head_dim // 2, torch.float32, torch.float32)
-    norms = {n: like_norm(sample, module._modules[n], norm) for n in NORMS if norm}
+    norms: dict[str, Any] = {n: like_norm(sample, module._modules[n], norm) for n in NORMS if norm}
     of_norms = [norms[n].weight.numel() if norm else 0 for n in NORMS]  # of one head or of all
     q, k = (n if n > head_dim else heads * head_dim for n, heads in zip(of_norms, (4, 2), strict=True))
     parts = {n: small_linear(sample, hidden, out) for n, out in zip(PROJECTIONS, (q, k, k), strict=True)}

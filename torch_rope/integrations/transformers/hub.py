@@ -2,6 +2,7 @@
 
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,11 +33,11 @@ def kernel_mapping() -> dict:
 
 
 # kernels makes a module of a rotary function, and gives it the forward below. Its class still has the function.
-_rotaries: dict[type[nn.Module], Rotary] = {}
+_rotaries: dict[type, Rotary] = {}
 
 
 @torch.compiler.assume_constant_result
-def _try(kernel: type[nn.Module]) -> None:
+def _try(kernel: Any) -> None:
     if kernel not in _rotaries:
         function = types.MethodType(kernel.forward, kernel)  # the module has no state, so self may be anything
         _rotaries[kernel] = Rotary(function, kernel.kernel_layer_name, CONVENTIONS, TEXTS)

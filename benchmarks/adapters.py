@@ -14,7 +14,6 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,16 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import torch_rope  # noqa: F401  torch.ops.rope
+import torch_rope
+from torch_rope import reference
 
-from .cases import BASE, EPS, LARGEST, MODELS, Case, Data, as_bytes
+from .cases import BASE, EPS, Case, Data, as_bytes
 
 rope = torch.ops.rope
 OURS = "torch_rope"
 EVERY_NORM = "norm", "norm over heads"
 EVERY_CACHE = "cache", "norm cache"
-OF_COMFY = "function of comfy-kitchen", "norm of comfy-kitchen"
-FUNCTIONS = "function of diffusers", *OF_COMFY
+FUNCTIONS = "function of diffusers", "function of comfy-kitchen", "norm of comfy-kitchen"
 
 
 @dataclass
@@ -43,8 +42,7 @@ class Run:
 
     call: Callable[[], Any]  # the function that is timed
     results: Callable[[Any], list[Tensor]]  # makes results in the form of right_answer from the value that call returns
-    counted: bool = True  # True if the implementation uses torch's operators and memory, which can be counted
-    limit: bool = False  # True if it only moves the data and does not rotate
+    rotates: bool = True  # False if it only moves the data
     context: Callable = field(default=torch.no_grad)
 
 
@@ -121,7 +119,7 @@ def copy(case: Case, data: Data) -> Run:
         for into, x in pairs:
             into.copy_(x)
 
-    return Run(call, lambda _: [], context=torch.inference_mode, limit=True)
+    return Run(call, lambda _: [], rotates=False, context=torch.inference_mode)
 
 
 @adapter(OURS + " in place", in_place=True)
@@ -171,94 +169,6 @@ def rotary_embedding_torch(case: Case, data: Data) -> Run:
     return run_of(case, data, lambda q, k: (rotate(q), rotate(k)), heads_first=case.layout == "bhsd")
 
 
-@adapter("onnxruntime")
-def onnxruntime(case: Case, data: Data) -> Run:
-    """The kernel of ONNX's operator, for q and k in one session, with inputs and outputs in bound memory."""
-    import numpy
-    import onnxruntime as ort
-    from onnx import TensorProto, helper
-
-    if data.device != "cpu" or case.mode == "training" or case.dtype not in ("float32", "float16"):
-        raise NotImplementedError("it does only inference on the CPU, in float32 and float16")
-    if case.layout == "packed":
-        raise NotImplementedError("it takes no packed tensors")
-    heads_first = case.layout == "bhsd"  # otherwise x is [batch, seq, heads * head_dim]
-    partly = case.rotary_dim if case.rotary_dim < case.head_dim else 0
-    positions = torch.arange(case.seq).expand(case.batch, -1) if data.positions is None else data.positions
-    feeds = {"cos": data.cos.to(data.dtype), "sin": data.sin.to(data.dtype), "positions": positions.long().contiguous()}
-    feeds |= {name: x.transpose(1, 2) if heads_first else x.flatten(2) for name, x in (("q", data.q), ("k", data.k))}
-    nodes = []
-    for name, heads in (("q", case.heads), ("k", case.kv_heads)):
-        options = {"interleaved": int(case.interleaved), "num_heads": heads, "rotary_embedding_dim": partly}
-        inputs = name, "cos", "sin", "positions"
-        nodes.append(helper.make_node("RotaryEmbedding", inputs, [name + "_rotated"], **options))
-    kinds = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.int64: TensorProto.INT64}
-    values = [helper.make_tensor_value_info(name, kinds[x.dtype], x.shape) for name, x in feeds.items()]
-    outputs = [helper.make_tensor_value_info(x + "_rotated", kinds[data.dtype], feeds[x].shape) for x in "qk"]
-    graph = helper.make_graph(nodes, "rope", values, outputs)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    binding = session.io_binding()
-    kept = {name: x.numpy() for name, x in feeds.items()}
-    rotated = {x: numpy.empty_like(kept[x]) for x in "qk"}
-    for name, x in kept.items():
-        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(x))
-    for name, x in rotated.items():
-        binding.bind_output(name + "_rotated", "cpu", 0, x.dtype, x.shape, x.ctypes.data)
-
-    def results(_):
-        got = (torch.from_numpy(rotated[x]) for x in "qk")
-        return [x.transpose(1, 2) if heads_first else x.unflatten(2, (-1, case.head_dim)) for x in got]
-
-    return Run(partial(session.run_with_iobinding, binding), results, counted=False)
-
-
-@adapter("mlx")
-def mlx(case: Case, data: Data) -> Run:
-    """mx.fast.rope of q and k, compiled and evaluated together."""
-    import mlx.core as mx
-    import numpy
-
-    if data.device == "cuda" or case.dtype == "float64" or case.mode == "training":
-        raise NotImplementedError("it is measured on the CPU, for inference, and not in float64")
-    if case.layout == "packed":
-        raise NotImplementedError("it takes no packed tensors")
-    mx.set_default_device(mx.cpu)
-    heads_first = case.layout == "bhsd"
-    kinds = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-
-    def to_mlx(x):
-        x = (x.transpose(1, 2) if heads_first else x).contiguous()
-        return mx.array(x.view(torch.uint8).numpy()).view(kinds[case.dtype])
-
-    offset = 0 if data.positions is None else mx.array(data.positions[:, 0].int().numpy())
-    options = {"traditional": case.interleaved, "base": BASE, "scale": 1.0, "offset": offset}
-
-    def rotate(x):
-        x = mx.fast.rope(x if heads_first else mx.swapaxes(x, 1, 2), case.rotary_dim, **options)
-        return x if heads_first else mx.swapaxes(x, 1, 2)
-
-    def forward(q, k):
-        return [rotate(q), rotate(k)]
-
-    inputs = [to_mlx(data.q), to_mlx(data.k)]
-    mx.eval(*inputs)
-    function = mx.compile(forward)  # compiling never makes it slower
-
-    def call():
-        result = function(*inputs)
-        mx.eval(*result)
-        return result
-
-    def results(arrays):
-        got = [torch.from_numpy(numpy.array(x.view(mx.uint8))).view(data.dtype) for x in arrays]
-        return [x.transpose(1, 2) if heads_first else x for x in got]
-
-    return Run(call, results, counted=False)
-
-
 @adapter("liger")
 def liger(case: Case, data: Data) -> Run:
     """Liger's function. It always works in place. Its tables have q's dtype, as in a model."""
@@ -269,23 +179,6 @@ def liger(case: Case, data: Data) -> Run:
         raise NotImplementedError("it rotates only whole heads with half-split pairs")
     cos, sin = data.wide_rows
     return run_of(case, data, lambda q, k: LigerRopeFunction.apply(q, k, cos, sin), heads_first=True)
-
-
-@adapter("flash-attn in place", in_place=True)
-@adapter("flash-attn")
-def flash_attn(case: Case, data: Data, in_place=False) -> Run:
-    check_cuda(data, "flash_attn.layers.rotary")
-    from flash_attn.layers.rotary import apply_rotary_emb
-
-    cos, sin = (t.to(data.dtype) for t in (data.cos, data.sin))
-    options = {"interleaved": case.interleaved, "inplace": in_place}
-    if data.positions is not None:  # flash-attn takes the position of the first token of each sequence
-        options["seqlen_offsets"] = data.positions[:, 0]
-
-    def forward(q, k):
-        return apply_rotary_emb(q, cos, sin, **options), apply_rotary_emb(k, cos, sin, **options)
-
-    return run_of(case, data, forward, in_place=in_place)
 
 
 @adapter("flashinfer in place")
@@ -330,13 +223,13 @@ def flat_positions(case: Case, data: Data) -> Tensor:
     return torch.arange(case.tokens, device=data.device) % case.seq if given is None else given.flatten()
 
 
-# ---- The kernels of this folder: how others work, and the limit of a decode step on a GPU ----
+# ---- The kernels of peers.cu, which work as those of others do ----
 
 
 @functools.cache
-def library_of(name: str) -> ctypes.CDLL:
-    """Returns the library of a .cu file of this folder, which is compiled once for each GPU."""
-    source = Path(__file__).parent / name
+def library_of_peers() -> ctypes.CDLL:
+    """Returns the library of peers.cu, which is compiled once for each GPU."""
+    source = Path(__file__).with_name("peers.cu")
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     library = source.parent.parent / "build" / "peers" / f"{source.stem}-{arch}-{digest}.so"
@@ -376,7 +269,7 @@ def as_peer(case: Case, data: Data, way: str) -> Run:
         raise NotImplementedError("it has no kernel for this size")
     q, k = (x.view(case.tokens, -1, case.head_dim) for x in (data.q, data.k))
     table, positions = torch.cat([data.cos, data.sin], -1), flat_positions(case, data).long()
-    function, dependent = library_of("peers.cu").rope_peer, torch.cuda.get_device_capability() >= (9, 0)
+    function, dependent = library_of_peers().rope_peer, torch.cuda.get_device_capability() >= (9, 0)
     arguments = table, positions, case.rotary_dim, case.interleaved, dependent
 
     def call():
@@ -384,27 +277,6 @@ def as_peer(case: Case, data: Data, way: str) -> Run:
         return data.q, data.k
 
     return Run(call, list)
-
-
-@adapter("least, blocks of 256", *EVERY_CACHE, "rotate", threads=256)
-@adapter("least, blocks of 128", *EVERY_CACHE, "rotate", threads=128)
-@adapter("least, blocks of 64", *EVERY_CACHE, "rotate", threads=64)
-def least(case: Case, data: Data, threads: int) -> Run:
-    """The limit of a decode step: one launch that reads each position and its table row, and writes the heads."""
-    check_cuda(data, "torch")
-    if case.seq > 1 or case.positions != "int64":
-        raise NotImplementedError("it is only for decode steps")
-    heads = case.heads + case.kv_heads * (2 if "cache" in case.op else 1)
-    out = torch.empty(case.tokens, heads, case.head_dim, device="cuda", dtype=data.dtype)
-    library, tensors = library_of("limit.cu"), (data.positions, data.cos, data.sin, out)
-    sizes = data.cos.stride(0) * 4 // 16, out.nbytes // case.tokens // 16, case.tokens, threads
-
-    def call():
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
-        if error := library.rope_limit(*pointers, *sizes, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)):
-            raise RuntimeError(f"the kernel of limit.cu failed with CUDA error {error}")
-
-    return Run(call, lambda _: [], limit=True)
 
 
 # ---- QK-norm and rotation ----
@@ -442,6 +314,17 @@ def wan(q, k, q_weight, k_weight, cos, sin, rotate) -> list[Tensor]:
     """Does what Wan's attention in diffusers does to q and k. rotate is its rotary function."""
     rows = rms_norms([x.flatten(2) for x in (q, k)], (q_weight.flatten(), k_weight.flatten()))
     return [rotate(row.unflatten(2, x.shape[2:]), cos, sin) for row, x in zip(rows, (q, k), strict=True)]
+
+
+@functools.cache
+def wan_rotation() -> Callable:
+    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+    from torch_rope.integrations._names import made_inside, nested
+
+    call = WanAttnProcessor.__call__
+    (code,) = (code for code in nested(call.__code__) if code.co_name == "apply_rotary_emb")
+    return made_inside(call, code)
 
 
 @adapter("diffusers compiled", "norm over heads", function=wan, compile=True)
@@ -488,18 +371,11 @@ def targets_of(case: Case, data: Data) -> tuple[list[Tensor], int, Tensor, list[
     return [cache.transpose(1, 2) for cache in data.caches], 1, data.positions[0], scales
 
 
-def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns what a quantised cache stores for x."""
-    largest = LARGEST[str(dtype).removeprefix("torch.")]
-    quotient = (x / scale).clamp(-largest, largest)
-    return (quotient if dtype.is_floating_point else quotient.round()).to(dtype)
-
-
 def write(kv: tuple, caches: list[Tensor], dim: int, index: Tensor, scales: list[Tensor]) -> None:
     """Writes k and v to the caches by index_copy_, as transformers' StaticCache does. Quantises them if there are
     scales."""
     if scales:
-        kv = [quantised(x, scale, cache.dtype) for x, scale, cache in zip(kv, scales, caches, strict=True)]
+        kv = [reference.quantise(x, scale, cache.dtype) for x, scale, cache in zip(kv, scales, caches, strict=True)]
     for cache, x in zip(caches, kv, strict=True):
         as_bytes(cache).index_copy_(dim, index, as_bytes(x if dim else x.flatten(0, 1)))
 
@@ -536,147 +412,3 @@ def transformers_into_cache(case: Case, data: Data, compile=False) -> Run:
     """A layer of transformers. If it is compiled, it is one graph."""
     arguments = data.q, data.k, data.v, getattr(data, "weights", None), *data.wide_rows, *targets_of(case, data)
     return cache_run(case, data, partial(compiled(layer) if compile else layer, *arguments))
-
-
-# ---- Whole models ----
-
-
-@adapter("torch_rope fused compiled", "model", patch={"fuse": True}, compile=True)
-@adapter("torch_rope compiled", "model", patch={}, compile=True)
-@adapter("transformers compiled", "model", compile=True)
-@adapter("torch_rope fused", "model", patch={"fuse": True})
-@adapter(OURS, "model", patch={})
-@adapter("transformers", "model")
-def model(case: Case, data: Data, patch: dict | None = None, compile=False) -> Run:
-    """A model of transformers with the shape of a known one and random weights. The results are its logits or its loss.
-
-    patch: the options of torch_rope.integrations.transformers.patch, or None. A decode step appends a token to a
-    StaticCache, which is emptied when it is full. All implementations have the same weights.
-    """
-    from transformers import StaticCache
-
-    from torch_rope.integrations import transformers as integration
-
-    if compile and case.mode == "decoding after":
-        raise NotImplementedError("its step changes the length of the cache, for which it would be compiled again")
-    model = stock(case.model, data.dtype, data.device)
-    model = deepcopy(model, {id(p): p for p in model.parameters()})
-    if patch is not None:
-        integration.patch(model, **patch)
-    seed = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocab_size, (case.batch, case.seq + 1), generator=seed).to(data.device)
-    for layer in model.model.layers if compile else ():  # the whole model would take minutes to compile
-        layer.compile(dynamic=False)
-
-    def train():
-        loss = model(tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        model.zero_grad()
-        return loss
-
-    def prompt():
-        return model(tokens[:, : case.seq], use_cache=False, logits_to_keep=1).logits
-
-    if case.mode == "training on":
-        return Run(train, lambda x: [x.detach()], context=torch.enable_grad)
-    if case.mode == "prompt of":
-        return Run(prompt, lambda x: [x])
-    length = 4 * case.seq
-    cache, used = StaticCache(config=model.config, max_cache_len=length), case.seq
-    with torch.no_grad():
-        model(tokens[:, : case.seq], cache=cache)
-
-    def step():
-        nonlocal used
-        if used == length:
-            cache.reset()
-            used = 0
-        used += 1
-        return model(tokens[:, case.seq :], cache=cache).logits
-
-    return Run(step, lambda x: [x])
-
-
-@functools.cache
-def stock(name: str, dtype: torch.dtype, device: str) -> Any:
-    """Returns a model with random weights, which no implementation changes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kind, sizes = MODELS[name]
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).to(device, dtype)
-
-
-# ---- Diffusion models: the rotary functions of diffusers and comfy-kitchen ----
-
-
-@functools.cache
-def wan_rotation() -> Callable:
-    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
-    from torch_rope.integrations._names import made_inside, nested
-
-    call = WanAttnProcessor.__call__
-    (code,) = (code for code in nested(call.__code__) if code.co_name == "apply_rotary_emb")
-    return made_inside(call, code)
-
-
-def function_of(case: Case, data: Data) -> tuple[Callable, list, dict]:
-    """Returns the rotary function of a model of diffusers, and its arguments after x: the tables in its form, and its
-    options."""
-    from diffusers.models import embeddings
-    from diffusers.models.transformers import transformer_ltx, transformer_qwenimage
-
-    from torch_rope.integrations._conventions import ADJACENT, TWICE
-
-    cos, sin = (ADJACENT if case.interleaved else TWICE).tables(*data.rows)  # [1, seq, rotary_dim]
-    pair = [(cos[0], sin[0])]
-    if case.model == "Wan":
-        return wan_rotation(), [cos[:, :, None], sin[:, :, None]], {}
-    if case.model == "Flux":
-        return embeddings.apply_rotary_emb, pair, {"sequence_dim": 1}
-    if case.model == "Cosmos":
-        return embeddings.apply_rotary_emb, pair, {"use_real_unbind_dim": -2}
-    if case.model == "Qwen-Image":
-        return transformer_qwenimage.apply_rotary_emb_qwen, [torch.complex(data.cos, data.sin)], {"use_real": False}
-    return transformer_ltx.apply_rotary_emb, [(cos, sin)], {}
-
-
-@adapter(OURS, "function of diffusers", patched=True)
-@adapter("diffusers", "function of diffusers")
-def rotary_function(case: Case, data: Data, patched=False) -> Run:
-    """The rotary function of a model of diffusers, or what takes its place in a patched model, for q and for k."""
-    from torch_rope.integrations._rotary import Rotary
-    from torch_rope.integrations.diffusers.conventions import CONVENTIONS, TEXTS
-
-    function, tables, options = function_of(case, data)
-    if patched:
-        function = Rotary(function, case.model, CONVENTIONS, TEXTS)
-
-    def rotate(x):
-        if case.model == "LTX":  # x is [batch, seq, channels]
-            return function(x[:, :, 0], *tables, **options)[:, :, None]
-        return function(x, *tables, **options)
-
-    # Cosmos has the heads before the tokens.
-    return run_of(case, data, lambda q, k: (rotate(q), rotate(k)), heads_first=case.model == "Cosmos")
-
-
-@adapter(OURS, *OF_COMFY, backend="torch_rope")
-@adapter("comfy-kitchen", *OF_COMFY, backend="eager")
-def comfy_kitchen(case: Case, data: Data, backend: str) -> Run:
-    """A function of comfy-kitchen for q and k with one of its back ends. Tables are matrices, as in ComfyUI's Wan."""
-    import comfy_kitchen
-
-    from torch_rope.integrations.comfy_kitchen import register
-
-    register()
-    cos, sin = (t[:, :, None] for t in data.rows)
-    matrices = torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2))
-    function, weights = getattr(comfy_kitchen, case.model), getattr(data, "weights", ())
-
-    def forward(q, k):
-        with comfy_kitchen.use_backend(backend):
-            return function(q, k, matrices, *weights)
-
-    return run_of(case, data, forward)

@@ -1,53 +1,237 @@
-"""Measures one case in a process of its own: checks every implementation, then times all of them alternately."""
+"""Measures cases in new processes, and reads and writes files of results.
 
+A file of results has JSON lines: one that describes the machine, one for every implementation of every case, and those of
+accuracy.py. Each names its commit.
+"""
+
+import datetime
 import gc
+import importlib.metadata
+import json
+import multiprocessing
 import os
+import platform
 import random
+import re
 import resource
+import shutil
 import statistics
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .cases import Case, Data, right_answer, what_is_wrong
-from .implementations import ADAPTERS, Run, compiled
+from torch_rope import _C
 
+from . import models  # noqa: F401  registers its adapters
+from .adapters import ADAPTERS, Run, compiled
+from .cases import Case, Data, cases, right_answer, what_is_wrong
+
+FOLDER = Path(__file__).parent / "results"
+SILENCE = 120  # seconds; a process that sends nothing for this long is ended
+PACKAGES = ["numpy", "transformers", "rotary-embedding-torch", "mlx", "triton", "liger-kernel", "flashinfer-python"]
+PACKAGES += ["vllm", "diffusers", "comfy-kitchen"]
+# Modules that are imported once. Otherwise the process of each case would import them again.
+PRELOAD = ["benchmarks.times", "torch._inductor.compile_fx", "comfy_kitchen"]
+PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt_neox", "glm", "qwen3")]
+PRELOAD += [f"diffusers.models.transformers.transformer_{name}" for name in ("wan", "qwenimage", "ltx")]
 ROUNDS, SECONDS = 11, 2.0  # the largest number of rounds of a case in a pass, and their approximate time
 LONG = 4.0  # seconds; a call that takes longer is timed once
 COLD = 0.5  # seconds; a call that takes longer finds none of its data in the processor's caches
 BLOCK = 1e-3  # seconds; a shorter call is repeated, and the time of all repetitions is divided
 REST = 5e-3  # seconds between contenders, so that the threads of the previous contender stop spinning
 LAUNCHES = 50  # the largest number of calls in a CUDA graph, and the largest number of sets of data
-Starting = Callable[[str], None]  # is called with the name of an implementation before it runs
+Timing = Generator[str, None, dict[str, list[float]]]  # yields the name of an implementation before it runs
 
 
-def measure(case: Case, device: str, names=None, rounds=ROUNDS, with_facts=True, starting: Starting = lambda _: None):
-    """Yields a dict for each implementation, with its status and its samples in microseconds.
+# ---- Files of results ----
 
-    names selects implementations; None means all. If an implementation makes CUDA unusable or fails while it is timed,
-    the implementations that were not measured yet get no dict.
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write(path: Path, lines: Iterable[dict]) -> None:
+    """Writes a whole file. If the program is interrupted, the file keeps its old contents."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    temporary.replace(path)
+
+
+def commit() -> str:
+    """Returns the commit of this tree, with a + if files have changed since. ROPE_COMMIT names it where there is no git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty=+"]
+    found = shutil.which("git") and subprocess.run(command, cwd=FOLDER, capture_output=True, text=True).stdout.strip()
+    return found or os.environ.get("ROPE_COMMIT", "unknown")
+
+
+def merged(machine: dict, old: list[dict], passes: dict[Case, list], accuracy: list[dict], tree: str) -> Iterator[dict]:
+    """Yields the lines of a file: the new ones, and those of its cases that were not measured again. tree: the commit."""
+    yield machine
+    fresh = {case.name: [x | {"commit": tree} for x in pooled(case, lines)] for case, lines in passes.items()}
+    kept = [x for x in old if x["kind"] == "sample" and x["case"] not in fresh]
+    for case in cases(machine["device"]):
+        yield from fresh.get(case.name) or (x for x in kept if x["case"] == case.name)
+    yield from [x | {"commit": tree} for x in accuracy] or (x for x in old if x["kind"] == "accuracy")
+
+
+def pooled(case: Case, passes: list[list[dict]]) -> Iterator[dict]:
+    """Yields the lines of a case, but for what was skipped, with the quartiles of the samples of all passes."""
+    every = [x for lines in passes for x in lines if x["status"] != "skipped"]
+    for name in dict.fromkeys(x["implementation"] for x in every):
+        found = [x for x in every if x["implementation"] == name]
+        timed = [x for x in found if x["status"] == "timed"]
+        result = {"kind": "sample", "case": case.name} | asdict(case) | (timed or found)[0]
+        if timed:
+            del result["samples_us"]
+            result |= quartiles([us for x in timed for us in x["samples_us"]])
+        yield {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in result.items()}
+
+
+def machine(device: str) -> dict:
+    """Returns the first line of a file of results: the machine, and the versions of the packages."""
+    if device == "cuda":  # a new process finds the name, because this process must not initialise the GPU
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            name = pool.apply(torch.cuda.get_device_name)
+    else:
+        name = processor()
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
+    versions = {package: installed.get(package, "not installed") for package in PACKAGES}
+    known = {"kind": "machine", "name": name, "device": device, "system": f"{platform.system()} {platform.machine()}"}
+    known |= {"threads": torch.get_num_threads(), "cpu_kernels": _C.cpu_instruction_set()}
+    known |= {"python": platform.python_version(), "torch": torch.__version__}
+    return known | versions | {"date": str(datetime.date.today())}
+
+
+def processor() -> str:
+    name, family = platform.processor() or platform.machine(), ""
+    if os.path.exists("/proc/cpuinfo"):
+        known = dict(re.findall(r"^(model name|cpu family)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M))
+        name, family = known.get("model name", name), known.get("cpu family", "")
+    return name + f" (family {family})" * bool(family) + f", {os.cpu_count()} cores"
+
+
+def file_of(name: str) -> Path:
+    return FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.jsonl"
+
+
+# ---- Processes ----
+
+
+def in_process(case: Case, device: str, names=None, *arguments) -> list[dict]:
+    """Returns the lines of measure(case, device, names, *arguments), which runs in another process.
+
+    If an implementation crashes or blocks that process, this becomes its line, and another process measures the others.
     """
-    makers = {n: m for (op, n), m in ADAPTERS.items() if op == case.op and (names is None or n in names)}
+    left = [name for op, name in ADAPTERS if op == case.op and (names is None or name in names)]
+    lines = []
+    while left:
+        sent, end = sent_by(device, measure, case, device, left, *arguments)
+        found = [x for x in sent if isinstance(x, dict)]
+        left = [name for name in left if name not in [x["implementation"] for x in found]]
+        running = [x for x in sent if isinstance(x, str)][-1:]
+        # Without a line or a name, the process could measure nothing at all.
+        blamed = [name for name in left if name in running or not sent]
+        lines += found + [line(name, "failed", end) for name in blamed]
+        left = [name for name in left if name not in blamed]
+    return lines
+
+
+def sent_by(device: str, function: Callable, *arguments) -> tuple[list, str]:
+    """Returns what function(*arguments) yields in another process, and how it ended if it did not end well.
+
+    On a CPU each call has a new process. A process that uses a GPU takes many seconds to start, so it is kept for the
+    next call, unless something failed in it.
+    """
+    kept = _kept.pop(device, None)
+    process, connection = kept if kept and kept[0].is_alive() else started(device)
+    connection.send((function, arguments))
+    sent, end = [], None
+    try:
+        while end is None:
+            if not connection.poll(SILENCE):
+                end = f"nothing happened for {SILENCE} seconds"
+            elif isinstance(result := connection.recv(), Ended):
+                end = result.error
+            else:
+                sent.append(result)
+    except (EOFError, ConnectionError):
+        process.join(SILENCE)
+        end = f"the process ended with exit code {process.exitcode}"
+    if device == "cuda" and not end and not any(isinstance(x, dict) and x.get("status") == "failed" for x in sent):
+        _kept[device] = process, connection
+    else:
+        connection.close()  # which ends a process that waits
+        process.join(1 if end else SILENCE)
+        process.kill()
+        process.join()
+    return sent, end
+
+
+_kept: dict[str, tuple] = {}  # device -> a process that waits for a call, and the connection with it
+
+
+def started(device: str) -> tuple:
+    # A forked process cannot use CUDA if its parent has, and modules that are preloaded may.
+    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    if device != "cuda":
+        context.set_forkserver_preload(PRELOAD)
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+class Ended(NamedTuple):
+    """Follows what a call has yielded."""
+
+    error: str  # that it raised, or an empty text
+
+
+def serve(connection) -> None:
+    """Calls what comes through a connection until it is closed. Sends what each call yields, and then Ended."""
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            for result in function(*arguments):
+                connection.send(result)
+            connection.send(Ended(""))
+        except Exception as error:
+            connection.send(Ended(why(error)[1]))
+
+
+# ---- One case in one process: every implementation is checked, then all are timed alternately ----
+
+
+def measure(case: Case, device: str, names: Iterable[str], rounds=ROUNDS, with_facts=True) -> Iterator[str | dict]:
+    """Yields a dict for each of these implementations, with its status and its samples in microseconds, and before an
+    implementation runs, its name.
+
+    If an implementation makes CUDA unusable or fails while it is timed, those that were not measured yet get no dict.
+    """
+    makers = {name: ADAPTERS[case.op, name] for name in names}
     clock = (Cuda if device == "cuda" else Cpu)(case, rounds)
     compiled.cache_clear()  # so that a process which measures many cases compiles for each of them
     torch._dynamo.reset()
-    runs, facts, running = {}, {}, []
+    runs, facts = {}, {}
     try:
         sets = [Data(case, device) for _ in range(clock.sets())]
         expected, tokens = (None, slice(None)) if case.op == "model" else right_answer(case, sets[0])
     except Exception as error:
         yield from (line(name, *why(error)) for name in makers)
         return
-
-    def begins(name):
-        running[:] = [name]
-        starting(name)
-
     for name, make in makers.items():
-        begins(name)
+        yield name
         try:
             if case.op == "rotate" or "cache" in case.op:  # some implementations work in place, so q and k are restored
                 fresh = Data(case, device)
@@ -58,27 +242,29 @@ def measure(case: Case, device: str, names=None, rounds=ROUNDS, with_facts=True,
                 of_sets = [make(case, data) for data in sets]
             results = first_results(sets[0], of_sets[0], tokens)
             expected = expected or results  # for a model, the first implementation gives the expected results
-            if not of_sets[0].limit and (error := what_is_wrong(case, results, expected)):
+            if of_sets[0].rotates and (error := what_is_wrong(case, results, expected)):
                 yield line(name, "wrong", error)
                 continue
             with of_sets[0].context():
-                facts[name] = clock.facts(of_sets[0]) if with_facts and of_sets[0].counted else {}
+                facts[name] = clock.facts(of_sets[0]) if with_facts else {}
             runs[name] = of_sets
         except Exception as error:
             yield line(name, *why(error))
             if device == "cuda":
                 torch.cuda.synchronize()  # ends this process if the error has made CUDA unusable
-    try:
-        samples = clock.time(runs, begins)
-    except Exception as error:
-        yield from (line(name, *why(error)) for name in running)
-        return
+    samples = yield from clock.time(runs)
     for name, us in samples.items():
         yield line(name, "timed") | facts[name] | {"needed_bytes": case.needed_bytes, "samples_us": us}
 
 
 def line(name: str, status: str, reason: str = "") -> dict:
     return {"implementation": name, "status": status} | ({"reason": reason} if reason else {})
+
+
+def summary(x: dict) -> str:
+    if x["status"] == "timed":
+        return f"{x['implementation']} {quartiles(x['samples_us'])['median_us']:.4g} us"
+    return f"{x['implementation']} {x['status'].upper()}: {x['reason']}"
 
 
 def why(error: Exception) -> tuple[str, str]:
@@ -114,16 +300,6 @@ def quartiles(samples: list[float]) -> dict:
     return {"median_us": median, "q1_us": q1, "q3_us": q3, "samples": len(samples)}
 
 
-class Operators(TorchDispatchMode):
-    """Counts the operators that compute. Views do not."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += not (func.is_view or func._schema.name in ("aten::detach", "aten::_unsafe_view"))
-        return func(*args, **(kwargs or {}))
-
-
 class Cpu:
     """Times contenders on the CPU, alternately.
 
@@ -145,11 +321,9 @@ class Cpu:
         return 1
 
     def facts(self, run: Run) -> dict:
-        """Returns the number of operators that a model runs, or else the peak of the memory that a call allocates."""
+        """Returns the peak of the memory that a call allocates. A whole model has too many events."""
         if self.case.op == "model":
-            with Operators() as operators:
-                run.call()
-            return {"launches": operators.number}
+            return {}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
             returned = run.call()
             del returned
@@ -160,11 +334,12 @@ class Cpu:
             peak = max(peak, held)
         return {"peak_bytes": peak}
 
-    def time(self, runs: dict[str, list[Run]], starting: Starting) -> dict[str, list[float]]:
+    def time(self, runs: dict[str, list[Run]]) -> Timing:
+        """Returns the samples of each implementation in microseconds."""
         long, seconds = (60.0, 40.0) if self.case.op == "model" else (LONG, SECONDS)
         calls, samples = {}, {name: [] for name in runs}
         for name, (run,) in runs.items():
-            starting(name)
+            yield name
             with run.context():
                 once = duration(run.call)
                 if once < COLD:
@@ -181,7 +356,7 @@ class Cpu:
             shuffle(order)  # so that no implementation always follows the same one
             for name in order:
                 (repeat, once), run = calls[name], runs[name][0]
-                starting(name)
+                yield name
                 time.sleep(REST)
                 with run.context():
                     if once < COLD:
@@ -222,15 +397,16 @@ class Cuda:
         torch.cuda.synchronize()
         return {"peak_bytes": torch.cuda.max_memory_allocated() - before}
 
-    def time(self, runs: dict[str, list[Run]], starting: Starting) -> dict[str, list[float]]:
+    def time(self, runs: dict[str, list[Run]]) -> Timing:
+        """Returns the samples of each implementation in microseconds."""
         calls = {name: [partial(in_context, run) for run in of_sets] for name, of_sets in runs.items()}
         pool = torch.cuda.graph_pool_handle()  # all graphs share the pool, because nobody reads their results
         launches, replays = {}, {}
         for name, of_sets in calls.items():
-            starting(name)
+            yield name
             launches[name] = self.launches(of_sets)
         for name, of_sets in calls.items():
-            starting(name)
+            yield name
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, pool=pool, stream=self.stream):
