@@ -110,6 +110,7 @@ variable_list gradients_of_definition(const Call& call, variable_list tensors, c
   variable_list inputs, outputs, gradients;
   for (int i : wanted) {  // views, because one tensor may be computed from another one
     tensors[i] = tensors[i].view_as(tensors[i]);
+    if (!tensors[i].requires_grad()) tensors[i].requires_grad_();  // its torch.func transform has ended
     inputs.push_back(tensors[i]);
   }
   const variable_list results = define(with_tensors(call, tensors));

@@ -59,17 +59,15 @@ template <typename Backend>
 void rotate(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet, Stack& stack) {
   Backend::begin(op, stack);
   Call call = op.read(stack);
+  const Tensor*& q_out = call.sides[kQ].out;
+  if (q_out && Memory(*q_out).is(Memory(call.q()))) q_out = nullptr;  // a q_out that is q itself leaves q in place
   check(call, op.in_place);
   Tensor results[2];
   for (int i : {kQ, kK}) {
     SideTensors& side = call.sides[i];
     if (!side.in) continue;
-    if (!op.in_place) {
-      results[i] = result_like<Backend>(*side.in);
-      side.out = &results[i];
-    } else if (!side.out || (i == kQ && Memory(*side.out).is(Memory(*side.in)))) {
-      side.out = side.in;  // also if q_out is q itself
-    }
+    if (!op.in_place) results[i] = result_like<Backend>(*side.in);
+    if (!side.out) side.out = op.in_place ? side.in : &results[i];
   }
   if constexpr (!Backend::is_fake) {
     Args a = checked_args<Backend>(call);
