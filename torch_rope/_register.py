@@ -80,9 +80,6 @@ def _flops(signature: Signature, *args, out_shape=None, **kwargs) -> int:
     """Returns the floating-point operations of a call, given the shapes of its tensors."""
     shapes = signature.by_name(args) | kwargs
     rotary_dim = 2 * (shapes.get("cos") or shapes["inv_freq"])[-1]
-    # 6 for each pair of a rotation, so 3 for each rotated channel. A gradient of tables takes 8 for each pair: two
-    # products, their sum, and the addition to the sum over tokens, for each of the two tables.
-    rotated = 4 if signature.name == "_rotate_table_backward" else 3
     # The norm squares, adds, and multiplies twice.
     channel = 4 if shapes.get("q_norm_weight") is not None else 0
     if signature.name == "_norm_rotate_qk_backward":
@@ -90,7 +87,7 @@ def _flops(signature: Signature, *args, out_shape=None, **kwargs) -> int:
         # n = x r and u = gradient * w they are the sums of gradient * n and of u * x, and r (u - c x).
         channel += 7
     xs = [shapes[name] for name in signature.rotated if shapes[name] is not None]
-    return sum(torch.Size(x[:-1]).numel() * (rotated * rotary_dim + channel * x[-1]) for x in xs)
+    return sum(torch.Size(x[:-1]).numel() * (3 * rotary_dim + channel * x[-1]) for x in xs)
 
 
 # torch takes no rule twice, and keeps those of an earlier import whose modules were taken out of sys.modules.

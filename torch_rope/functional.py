@@ -1,6 +1,7 @@
 """The functions of torch_rope. Each one that rotates is a single call of an operator in ``torch.ops.rope``, so a docstring
 here also describes the operator. :mod:`torch_rope.reference` has the same functions in plain PyTorch, and docs/guide/index.md
-lists them by job.
+lists them by job. On a device for which torch_rope has no kernels, the operators are computed by those of PyTorch: more
+slowly, with one warning.
 
 The docstrings use these words:
 
@@ -249,10 +250,10 @@ def rotate(
         IndexError: a position is outside the table. On a GPU, a position in a tensor is checked in the kernel instead;
             docs/cuda.md and docs/metal.md say what happens there.
 
-    Differentiable in x, cos, sin and inv_freq: to any order, in forward mode, and under torch.func. The kernel sums the
-    gradients of cos and sin over heads and tokens, in float32 or better, in an order that does not depend on the number
-    of threads. An inv_freq that requires grad is made into tables by token with :func:`cos_sin` in each call; if
-    several layers share it, make the tables once and pass them.
+    Differentiable in x, cos, sin and inv_freq: to any order, in forward mode, and under torch.func. The gradients of cos
+    and sin are sums over heads and tokens, in float32 or better, in an order that does not depend on the number of
+    threads. An inv_freq that requires grad is made into tables by token with :func:`cos_sin` in each call; if several
+    layers share it, make the tables once and pass them.
 
     Equivalent to :func:`torch_rope.reference.rotate`.
 
@@ -428,11 +429,10 @@ def norm_rotate_qk(
 
     Raises:
         ValueError, TypeError, IndexError: as :func:`rotate` does, and ValueError if norm_eps is negative or not finite.
-        NotImplementedError: a derivative for cos, sin or inv_freq is asked for.
 
-    Differentiable in q, k and both weights, but not in cos, sin and inv_freq: to any order, in forward mode, and under
-    torch.func. The first derivatives, too, are computed in one pass. The gradients of the weights are summed in an
-    order that does not depend on the number of threads.
+    Differentiable in q, k, both weights, cos, sin and inv_freq: to any order, in forward mode, and under torch.func. The
+    first derivatives for q, k and the weights, too, are computed in one pass; the others cost more. Sums over tokens have
+    an order that does not depend on the number of threads.
 
     Equivalent to :func:`torch_rope.reference.norm_rotate_qk`.
 

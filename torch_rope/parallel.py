@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -201,26 +201,6 @@ def _norm_backward(call: _Call, m: int) -> list[Placement]:
     return grads + of_weights
 
 
-def _table_backward(call: _Call, m: int) -> list[Placement]:
-    call.check(m, "q_out_grad", "k_out_grad")
-    if call.split_tokens(m):
-        return [a.placements[m] if a.axis(m) else Partial() for a in (call["cos"], call["sin"])]
-    names = [name for name in ("q", "k") if name in call]
-    call.split_heads(m, *((f"{name}_out_grad", name) for name in names))
-    grads = [call[f"{name}_out_grad"] for name in names]
-    if call["cos"].axis(m) == "heads":
-        return [call["cos"].placements[m], call["sin"].placements[m]]
-    if all(grad.axis(m) is None for grad in grads):
-        return [Replicate()] * 2
-    for grad in grads:
-        # The results are sums over ranks. A gradient that is whole becomes Partial, so that the sums count it once.
-        if grad.axis(m) is None:
-            grad.placements[m] = Partial()
-        elif grad.placements[m] == Partial("avg"):
-            grad.refuse(m, "be reduced first; call its redistribute method")
-    return [Partial()] * 2
-
-
 def _cos_sin(call: _Call, m: int) -> list[Placement]:
     call.check(m, may_split=("positions",))
     positions = call["positions"]
@@ -248,7 +228,6 @@ def _strategy(signature: Signature, rule: _Rule, schema: OpSchema) -> OpStrategy
 
 
 _RULES = {
-    "_rotate_table_backward": _table_backward,
     "_norm_rotate_qk_backward": _norm_backward,
     "rotate_into_cache_": _rotate_into_cache,
 }

@@ -102,9 +102,8 @@ def test_each_metal_kernel_has_a_check_which_fails_if_it_is_not_launched():
         f"{family}_{kind}{f'_v{vector}' * bool(has_vector)}{f'_u{bits}' * bool(has_bits)}"
         for has_vector, has_bits, family in re.findall(kernel, shaders)
         for kind, vector, bits in itertools.product(metal.TYPES, (1, 4, 8), (32, 64))
-        # Vectors of eight channels are for 16 bits and usual norms; table_backward needs 64 bits for 2^32 elements.
+        # Vectors of eight channels are for 16 bits and usual norms.
         if vector != 8 or (kind != "float" and family in ("rotate", "norm_rotate"))
-        if bits != 64 or family != "table_backward"
     }
     groups = metal.groups(check := Check(torch.device("cpu")))
     assert {name for cases in groups.values() for name in cases} == expected
