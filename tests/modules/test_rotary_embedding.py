@@ -324,7 +324,7 @@ threading.Thread(target=lambda: threading.main_thread().join() or use("thread"))
 @pytest.mark.cpu
 @pytest.mark.exhaustive
 def test_modules_are_made_moved_and_loaded_until_python_ends():
-    done = python(AT_THE_END)
+    done = python(AT_THE_END, to_the_end=True)
     assert re.findall(r"^\w+", done.stdout, re.M) == ["thread", "atexit", "del"] and not done.stderr, done.stderr
 
 

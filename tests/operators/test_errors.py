@@ -13,7 +13,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from bad_calls import CASES, OVERLAPS, OWN, RANGES, B, D, H, R, S, calls
+from bad_calls import CASES, GROUPS, OVERLAPS, RANGES, B, D, H, R, S, calls
 from cases import OPERATORS, on_gpu, schema_of
 from programs import call_of
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,7 +62,7 @@ def test_a_bad_call_raises_the_error_for_real_and_for_fake_tensors_and_writes_no
 
 @pytest.mark.shared
 @pytest.mark.parametrize("source", ["table", "inv_freq"])
-@pytest.mark.parametrize("op", [op for op in OWN if len(OWN[op]) > 1])
+@pytest.mark.parametrize("op", GROUPS["qk"])
 def test_a_tensor_on_another_device_is_an_error(op, source, device):
     """All tensors must be on the device of q. The other device is meta, which every machine has."""
     good = call_of(op, device, source) | {"positions": torch.arange(4, device=device)}

@@ -12,14 +12,12 @@ pytestmark = [pytest.mark.core, pytest.mark.cpu]
 TOKENS, ROTARY = 2 * 6, 4
 # A rotation takes three operations for each rotated channel: four multiplications and two additions for a pair.
 # A norm takes four for each channel: square, sum, scale and weight. Its backward takes eleven: these four, two for the
-# gradient of the weight and five for that of the input. The gradients of cos and sin take four for a rotated channel:
-# for a pair and each of the two tables two products, their sum, and one addition to the gradient.
+# gradient of the weight and five for that of the input.
 ROTATION, NORM = 3 * ROTARY, 4 * DIM
 FLOPS = {  # for one head
     **dict.fromkeys(("rotate", "rotate_", "rotate_qk", "rotate_qk_", "rotate_into_cache_"), ROTATION),
     "norm_rotate_qk": ROTATION + NORM,
     "_norm_rotate_qk_backward": ROTATION + 11 * DIM,
-    "_rotate_table_backward": 4 * ROTARY,
 }
 
 
@@ -37,13 +35,8 @@ def test_operators_that_make_tables_are_not_counted():
 @pytest.mark.parametrize("op", FLOPS)
 def test_flops_of_every_operator_are_counted(op):
     tensors, (cos, sin) = operands(op, "cpu"), tables("cpu", ROTARY)
-    sources = [{"cos": cos, "sin": sin}, {"cos": cos[None, :6], "sin": sin[None, :6]}]
+    sources = {"cos": cos, "sin": sin}, {"cos": cos[None, :6], "sin": sin[None, :6]}, {"inv_freq": torch_rope.inv_freq(ROTARY)}
     heads = TOKENS * (HEADS if "x" in [a.name for a in schema_of(op).arguments] else HEADS + KV_HEADS)
-    if op == "_rotate_table_backward":  # takes tables only, and k may be None
-        without_k = [t if i % 2 == 0 else None for i, t in enumerate(tensors)]
-        assert flops_of(getattr(rope, op), *without_k, **sources[0]) == TOKENS * HEADS * FLOPS[op]
-    else:
-        sources.append({"inv_freq": torch_rope.inv_freq(ROTARY)})
     for angles in sources:
         if op == "rotate_into_cache_":
             angles["slots"] = torch.arange(12).view(2, 6)

@@ -7,6 +7,7 @@ from programs import DIM, HEADS, KV_HEADS, ROTATING, call_of, copies, norm_weigh
 from torch.func import grad, vmap
 
 import torch_rope
+from torch_rope.selfcheck.calls import Source
 
 pytestmark = [pytest.mark.core, pytest.mark.shared, pytest.mark.usefixtures("no_vmap_fallback")]
 
@@ -50,13 +51,7 @@ def mapped(make, dim):
 
 def a_call_of(op, device):
     """Returns the tensors of a call, by name. The angles are a table, or frequencies if the operator takes no table."""
-    call = call_of(op, device)
-    if op in ROTATING:
-        call["positions"] = torch.randint(0, 60, (2, 6), device=device, dtype=torch.int32)
-    if "cache" in op:
-        call |= dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
-        call |= {"slots": torch.randperm(64, device=device)[:12].view(2, 6), "q_out": torch.zeros_like(call["q"])}
-    return call
+    return call_of(op, device, Source("table", "int32 [B,S]"), slots="int64 [B,S]", q_weight="float32", q_out="bshd")
 
 
 def with_samples(call, names):
