@@ -8,7 +8,7 @@ from cases import OPERATORS, schema_of
 from torch.utils._pytree import tree_leaves
 
 import torch_rope
-from torch_rope.selfcheck.calls import Source, make
+from torch_rope.selfcheck.calls import Source, arguments_of, make
 
 rope = torch.ops.rope
 
@@ -16,7 +16,9 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 LENGTH = 64  # rows of a table, and cells in each block of a cache
 
 IN_PLACE = [op for op in OPERATORS if schema_of(op).is_mutable]
-ROTATING = [op for op in OPERATORS if "offset" in [a.name for a in schema_of(op).arguments]]
+# The gradients of rotate and rotate_qk test _rotate_table_backward.
+FUNCTIONAL = [op for op in OPERATORS if not schema_of(op).is_mutable and "table" not in op]
+ROTATING = [op for op in IN_PLACE + FUNCTIONAL if "offset" in arguments_of(op)]
 OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
 
 
@@ -29,8 +31,7 @@ def call_of(op, device, source="table", seq=6, batch=2, **more):
 
 def operands(op, device, seq=6, batch=2, **more):
     """Returns the tensors that op takes before its angles."""
-    names = [a.name for a in schema_of(op).arguments]
-    call = call_of(op, device, seq=seq, batch=batch, **more)
+    names, call = list(arguments_of(op)), call_of(op, device, seq=seq, batch=batch, **more)
     return [call[name] for name in names[: names.index("cos")]]
 
 
