@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import operator
 import os
 import random
 import subprocess
@@ -121,7 +120,7 @@ def covering(
         factors: the values of each factor, by name.
         allowed: ``allowed(**case)`` returns whether a case is possible. Combinations that no possible case has are left
             out.
-        strength: 3 if every combination of three values must occur.
+        strength: how many factors a combination has that must occur; 1 if every value of a factor must.
         interacting: groups of names. Every combination of the values of a group occurs, because these factors interact.
         exhaustive: one more such group, with ROPE_EXHAUSTIVE=1 (make exhaustive) only. If it is None, ROPE_EXHAUSTIVE=1
             returns all possible cases.
@@ -139,7 +138,7 @@ def covering(
     elif SLOW:
         interacting = interacting[-1:]
     groups = list(dict.fromkeys([*itertools.combinations(names, strength), *interacting]))
-    values_of = [operator.itemgetter(*group) for group in groups]  # the values of a group in a case
+    values_of = [lambda case, group=group: tuple(map(case.get, group)) for group in groups]
     missing = {
         (g, values): None
         for g, group in enumerate(groups)

@@ -148,7 +148,9 @@ class Check:
         """
         exact_call = {name: exact(value) for name, value in (reference_call or call).items()}
         x = next(iter(call.values()))
-        before = {name: call[name].clone() for name in ("x", "q", "k", "v", "q_out", "k_cache", "v_cache") if name in call}
+        before = {
+            name: call[name].clone() for name in ("x", "q", "k", "v", "q_out", "k_cache", "v_cache") if name in call
+        }
         outs = self.call(op, **call)
         dtype, has_norm = x.dtype, "q_norm_weight" in call or call.get("norm_v", False)
         ulps, part = limits(dtype, call, call.get("attention_factor", 1.0), has_norm)
