@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import operator
 import os
 import random
 import subprocess
@@ -138,22 +139,21 @@ def covering(
     elif SLOW:
         interacting = interacting[-1:]
     groups = list(dict.fromkeys([*itertools.combinations(names, strength), *interacting]))
-    values_of = [lambda case, group=group: tuple(map(case.get, group)) for group in groups]
-    missing = {
-        (g, values): None
-        for g, group in enumerate(groups)
-        for values in itertools.product(*(range(len(factors[name])) for name in group))
-    }
-    draw, chosen = random.Random(0), []
+    values_of = [operator.itemgetter(*group) for group in groups]  # the values of a group in a case
+    missing = {}  # maps a group and values of it that no case has yet to these values by name
+    for g, group in enumerate(groups):
+        for values in itertools.product(*(range(len(factors[name])) for name in group)):
+            fixed = dict(zip(group, values, strict=True))
+            missing[g, values_of[g](fixed)] = fixed
+    draw, sizes, chosen = random.Random(0), [(name, len(values)) for name, values in factors.items()], []
 
     def new(case):
         """Returns the combinations of a case that are still missing."""
         return [known for g, of_case in enumerate(values_of) if (known := (g, of_case(case))) in missing]
 
     while missing:
-        g, values = wanted = next(iter(missing))
-        fixed = dict(zip(groups[g], values, strict=True))
-        tries = ({name: draw.randrange(len(factors[name])) for name in names} | fixed for _ in range(500))
+        wanted, fixed = next(iter(missing.items()))
+        tries = ({name: int(draw.random() * n) for name, n in sizes} | fixed for _ in range(500))
         tries = list(itertools.islice((case for case in tries if allowed(**case_of(case))), 30))
         if tries:
             best = max(tries, key=lambda case: len(new(case)))
