@@ -79,14 +79,13 @@ def test_rotates_by_the_frequencies_of_its_kind(case, device):
     (kind, max_position), start, positions = case.values()
     rope = module(kind, max_position).to(device)
     q, k = some(device)
-    p = torch.arange(7).flip(0)
+    p = torch.arange(7, device=device).flip(0)
     given = {
         "none": {"offset": start},
         "[S]": {"positions": p, "offset": start},
         "[B,S]": {"positions": torch.stack([p + start, p])},
         "int32 [1,S]": {"positions": (p + start).int()[None]},
     }[positions]
-    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     with Calls() as calls:
         outs = rope(q, k, **given)
     assert calls.names.count("rope::rotate_qk") == 1 and "aten::_local_scalar_dense" not in calls.names
@@ -143,10 +142,8 @@ BORN = list(itertools.product(FEW, ["here", "meta"]))  # where the module is mad
 def test_compiles_without_breaks_and_once_for_all_steps(given, born, device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    rope = module(*given, device=device)
-    compiled = torch.compile(
-        module(*given, device=device if born == "here" else "meta"), fullgraph=True, backend=counter
-    )
+    rope, other = (module(*given, device=where) for where in (device, device if born == "here" else born))
+    compiled = torch.compile(other, fullgraph=True, backend=counter)
     q, k = (x[:, :1] for x in some(device))
     for offset in range(LONG - 20, LONG + 20, 4):
         for where in ({"offset": offset}, {"positions": torch.tensor([offset]).to(device)}):
@@ -429,13 +426,12 @@ def test_a_compiled_module_follows_what_is_assigned():
     assert all(map(torch.equal, compiled(*qk), expected))
 
 
-class Third(torch.nn.Module):
-    def forward(self, inv_freq):
-        return inv_freq / 3
-
-
 @pytest.mark.shared
 def test_functional_call_and_parametrizations_reach_the_frequencies(device):
+    class Third(torch.nn.Module):
+        def forward(self, inv_freq):
+            return inv_freq / 3
+
     rope, qk = module().to(device), tuple(some(device))
     third = rope.inv_freq / 3
     expected = torch.ops.rope.rotate_qk(*qk, inv_freq=third)
@@ -449,11 +445,7 @@ def test_functional_call_and_parametrizations_reach_the_frequencies(device):
 @pytest.mark.cpu
 def test_a_fixed_length_fixes_the_frequencies():
     q, k = some("cpu")
-    for kind, fixed in (
-        ("longrope", {"long": True}),
-        ("longrope", {"long": False}),
-        ("dynamic", {"seq_len": 3 * LONG}),
-    ):
+    for kind, fixed in ("longrope", {"long": True}), ("longrope", {"long": False}), ("dynamic", {"seq_len": 3 * LONG}):
         inv_freq, factor = frequencies.KINDS[kind](HEAD_DIM, 5000.0, **KINDS[kind], **fixed)
         for max_position in (None, 200):
             rope = module(kind, max_position, **fixed)
