@@ -69,7 +69,7 @@ FACTORS |= {"interleaved": [False, True], "over_heads": [False, True]}
 
 def possible(op, learned, over_heads, **_):
     """Returns whether there is such a call. The angles of a norm have no gradient."""
-    return "norm" in op or not over_heads if not learned else "norm" not in op and not over_heads
+    return not (learned if "norm" in op else over_heads)
 
 
 @pytest.mark.core

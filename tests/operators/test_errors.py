@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_rope
+from torch_rope.selfcheck.calls import Source
 
 rope = torch.ops.rope
 pytestmark = pytest.mark.core
@@ -65,12 +66,8 @@ def test_a_bad_call_raises_the_error_for_real_and_for_fake_tensors_and_writes_no
 @pytest.mark.parametrize("op", GROUPS["qk"])
 def test_a_tensor_on_another_device_is_an_error(op, source, device):
     """All tensors must be on the device of q. The other device is meta, which every machine has."""
-    good = call_of(op, device, source) | {"positions": torch.arange(4, device=device)}
-    if "cache" in op:
-        good |= {n: good[n].to(torch.int8) for n in ("k_cache", "v_cache")}
-        good |= {n: torch.ones(1, device=device) for n in ("q_scale", "k_scale", "v_scale")}
-        good["q_out"] = good["q"].to(torch.int8)
-        good["slots"] = torch.arange(8, device=device).view(2, 4)
+    of_cache = {"q_out": "bshd", "q_dtype": torch.int8, "quantised": (torch.int8, torch.int8), "slots": "int64 [B,S]"}
+    good = call_of(op, device, Source(source, "int64 [B,S]"), q_weight="float32", **of_cache)
     here = re.escape(str(good["q"].device))
     for name in good.keys() - {"q"}:
         with pytest.raises(ValueError, match=rf"rope.{op}: {name} is on meta but must be on {here}, the device of q"):

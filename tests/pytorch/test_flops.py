@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from cases import OPERATORS, schema_of
-from programs import DIM, HEADS, KV_HEADS, norm_weights, operands, rope, tables
+from cases import OPERATORS
+from programs import DIM, HEADS, KV_HEADS, call_of, rope
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-import torch_rope
+from torch_rope.selfcheck.calls import arguments_of
 
 pytestmark = [pytest.mark.core, pytest.mark.cpu]
-TOKENS, ROTARY = 2 * 6, 4
+TOKENS, ROTARY = torch.Size((2, 6)), 4  # batch and seq
 # A rotation takes three operations for each rotated channel: four multiplications and two additions for a pair.
 # A norm takes four for each channel: square, sum, scale and weight. Its backward takes eleven: these four, two for the
 # gradient of the weight and five for that of the input.
@@ -32,18 +32,12 @@ def test_operators_that_make_tables_are_not_counted():
     assert {op for op in OPERATORS if getattr(rope, op) not in flop_registry} == {"cos_sin", "axial_cos_sin"}
 
 
+@pytest.mark.parametrize("source", ["table", "token", "inv_freq"])
 @pytest.mark.parametrize("op", FLOPS)
-def test_flops_of_every_operator_are_counted(op):
-    tensors, (cos, sin) = operands(op, "cpu"), tables("cpu", ROTARY)
-    sources = (
-        {"cos": cos, "sin": sin},
-        {"cos": cos[None, :6], "sin": sin[None, :6]},
-        {"inv_freq": torch_rope.inv_freq(ROTARY)},
-    )
-    heads = TOKENS * (HEADS if "x" in [a.name for a in schema_of(op).arguments] else HEADS + KV_HEADS)
-    for angles in sources:
-        if op == "rotate_into_cache_":
-            angles["slots"] = torch.arange(12).view(2, 6)
-            norm = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights("cpu"), strict=True))
-            assert flops_of(rope.rotate_into_cache_, *tensors, **angles, **norm) == heads * (FLOPS[op] + NORM)
-        assert flops_of(getattr(rope, op), *tensors, **angles) == heads * FLOPS[op]
+def test_flops_of_every_operator_are_counted(op, source):
+    size = (*TOKENS, HEADS, KV_HEADS, DIM, ROTARY)
+    heads = TOKENS.numel() * (HEADS if "x" in arguments_of(op) else HEADS + KV_HEADS)
+    for q_weight in (None, "float32") if "cache" in op else ("float32",):
+        call = call_of(op, "cpu", source, size=size, slots="int64 [B,S]", q_weight=q_weight)
+        of_norm = NORM if "cache" in op and q_weight else 0
+        assert flops_of(getattr(rope, op), **call) == heads * (FLOPS[op] + of_norm)
