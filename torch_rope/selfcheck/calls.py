@@ -1,9 +1,9 @@
 """Makes legal calls of every operator, for the self-check and for the tests of the repository.
 
 ``make`` makes the arguments of a call from a description: sizes, dtypes, memory layouts, where the angles come from, and
-what a norm and a cache add. ``factors`` has the values that a description is chosen from. Arguments that could be
-mistaken for one another differ: q and k in their heads and strides, cos, sin, positions, weights and caches in their
-strides.
+what a norm and a cache add. ``factors`` has the values that a description is chosen from, and ``describe`` chooses.
+Arguments that could be mistaken for one another may differ in every respect: q and k in their heads and strides, and cos,
+sin, positions, weights, scales and caches in their strides.
 
 This file needs torch alone. tests/tools/bits.py loads it without the package that it belongs to.
 """
@@ -361,8 +361,8 @@ def make(
     """Returns the arguments of a call by name, without those that have their default.
 
     Args:
-        size, source, start, ...: the factors of the call, of which FACTORS has the values. What the operator does not
-            take is ignored.
+        size, source, start, ...: the factors of the call, whose values factors() has. What the operator does not take is
+            left out.
         rows: the number of rows of a table by position; by default seq + 40.
         blocks, cells: the number of blocks of the caches, and of cells of each block; by default a few more blocks than
             the call needs, and no more cells.
@@ -380,6 +380,7 @@ def make(
     def tensor(layout, heads, head_dim=head_dim, dtype=dtype):
         return layouts[layout](filled(dtype, device), batch, seq, heads, head_dim)
 
+    # What is rotated or copied.
     if q == "qkv":
         whole = tensor("bshd", heads + 2 * kv_heads)
         call = dict(zip("qkv", whole.split([heads, kv_heads, kv_heads], 2), strict=True))
@@ -396,8 +397,10 @@ def make(
     if q_out == "q":
         call["q_out"] = call["q"]
 
+    # The angles.
     call |= source.arguments(batch, seq, rotary_dim, dtype if "x" in tables else torch.float32, device, heads, rows)
     call["rotary_start"] = STARTS[start](head_dim - rotary_dim)
+    # The norm.
     needs_norm = "q_norm_weight" in arguments and not arguments["q_norm_weight"].has_default_value()
     if q_weight or needs_norm:
         for name, kind, n in ("q", q_weight or "float32", heads), ("k", k_weight, kv_heads):
@@ -405,6 +408,7 @@ def make(
             weight = weight.to(dtype if "own" in kind else torch.float32)
             strides = "strided" if "strided" in kind else "dense"
             call[f"{name}_norm_weight"] = laid_out(weight, strides, f"{name}_weight", device)
+    # The caches, and the scales of what is quantised.
     if "k_cache" in arguments:
         if slots == "none":  # sequence b is written to block b
             set_apart(call, batch, rows or seq + 40)
@@ -412,8 +416,8 @@ def make(
             needed = batch, int(last) + call.get("offset", 0) + 1
         else:
             needed = (1, batch * seq + 5) if "sequence" in cache else (batch * seq // 13, 13)
-        blocks = blocks or (1 if "sequence" in cache else needed[0] + 2)
-        cells = cells or max(needed[1], 1)
+        blocks = blocks if blocks is not None else 1 if "sequence" in cache else needed[0] + 2
+        cells = cells if cells is not None else max(needed[1], 1)
         k_dtype, v_dtype = quantised
         caches = CACHES[cache](filled(k_dtype or dtype, device), blocks, cells, kv_heads, head_dim)
         if v_shape or k_dtype != v_dtype:
