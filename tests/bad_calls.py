@@ -8,46 +8,33 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import need
+from cases import OPERATORS, need
 
-import torch_rope
+from torch_rope.selfcheck.calls import arguments_of, make
 
 B, S, H, D, R = 2, 6, 3, 16, 8  # batch, seq, heads, head_dim, rotary_dim
 
-# The tensors that each operator takes besides those of the angles. The x of rotate is called q here.
-OWN = {
-    "rotate": ["q"],
-    "rotate_": ["q"],
-    "rotate_qk": ["q", "k"],
-    "rotate_qk_": ["q", "k"],
-    "norm_rotate_qk": ["q", "k", "q_norm_weight", "k_norm_weight"],
-    "rotate_into_cache_": ["q", "k", "v", "k_cache", "v_cache", "q_norm_weight", "k_norm_weight"],
-}
+ROTATING = [op for op in OPERATORS if "offset" in arguments_of(op) and not op.startswith("_")]
 # The groups of operators that a case can be for. Any other operator is a group of its own.
 GROUPS = {
-    "all": list(OWN),
-    "qk": [op for op in OWN if "k" in OWN[op]],
-    "norm": [op for op in OWN if "q_norm_weight" in OWN[op]],
-    "without a cache": [op for op in OWN if "k_cache" not in OWN[op]],
-    "in place": [op for op in OWN if op.endswith("_")],
+    "all": ROTATING,
+    "qk": [op for op in ROTATING if "k" in arguments_of(op)],
+    "norm": [op for op in ROTATING if "q_norm_weight" in arguments_of(op)],
+    "without a cache": [op for op in ROTATING if "k_cache" not in arguments_of(op)],
+    "in place": [op for op in ROTATING if op.endswith("_")],
     "cache": ["rotate_into_cache_"],
-    "backward": ["_norm_rotate_qk_backward", "_rotate_table_backward"],
 }
 
 
 def arguments(op, device="cpu") -> dict:
-    """Returns the arguments of a legal call with tables, by name. Each case changes some of them."""
-    with torch.device(device):
-        if op.endswith("cos_sin"):
-            axes = [2] * ("axial" in op)
-            return {"positions": torch.zeros(*axes, 3, dtype=torch.int64), "inv_freq": torch.ones(*axes, 4)}
-        cos, sin = torch_rope.cos_sin(torch.arange(20), torch_rope.inv_freq(R))
-        good = {"q": torch.randn(B, S, H, D), "k": torch.randn(B, S, 1, D), "v": torch.randn(B, S, 1, D)}
-        good["k_cache"], good["v_cache"] = torch.randn(B, 2, 20, 1, D).unbind(1)
-        good["q_norm_weight"], good["k_norm_weight"] = torch.rand(D), torch.rand(D)
-        good["q_out_grad"], good["k_out_grad"] = torch.randn(B, S, H, D), torch.randn(B, S, 1, D)
-    names = OWN.get(op) or ["q", "k", "q_out_grad", "k_out_grad", *["q_norm_weight", "k_norm_weight"] * ("norm" in op)]
-    return {name: good[name] for name in names} | {"cos": cos, "sin": sin}
+    """Returns the arguments of a legal call with tables, by name. Each case changes some of them. The x of rotate is q."""
+    if op.endswith("cos_sin"):
+        return make(op, device, size=(1, 3, H, 1, D, R))
+    size, lengths = (B, S, H, 1, D, R), {"rows": 20, "cells": 20, "blocks": B}
+    call = make(op, device, size=size, k="bshd", v="bshd", k_weight="float32", cache="blocks kv", **lengths)
+    if "k_cache" in call:
+        call |= {name: torch.rand(D, device=device) for name in ("q_norm_weight", "k_norm_weight")}
+    return {"q" if name == "x" else name: value for name, value in call.items()}
 
 
 @dataclass
@@ -104,7 +91,7 @@ def calls(case, device):
         need(device, torch.float64)
     for op in GROUPS.get(case.operators, [case.operators]):
         a = changed(arguments(op, device), case.changes, device)
-        q = "q" if "k" in OWN.get(op, "k") else "x"
+        q = "x" if "x" in arguments_of(op) else "q"
         if q == "x":
             a["x"] = a.pop("q")
         message = re.escape(f"rope.{op}: " + case.message.replace("{q}", q))
@@ -239,17 +226,12 @@ q_out=q.char(), q_scale=ones(1).half() -> q_scale is float16 but must be float32
 q_out=q.bfloat16() -> q_out is bfloat16 but must be float32, the dtype of q, or float8_e4m3fn, float8_e5m2 or int8
 slots=ones(B, S) -> slots is float32 but must be int32 or int64
 
-[backward: TypeError]
+[_norm_rotate_qk_backward: TypeError]
 q_out_grad=q.bfloat16() -> q_out_grad is bfloat16 but must be float32, the dtype of q
-[backward: ValueError]
+[_norm_rotate_qk_backward: ValueError]
 q_out_grad=ones(S, H, D) -> q_out_grad has shape [6, 3, 16] but must have shape [2, 6, 3, 16], the shape of q
 k_out_grad=ones(B, S, 2, D) -> k_out_grad has shape [2, 6, 2, 16] but must have shape [2, 6, 1, 16], the shape of k
-[_norm_rotate_qk_backward: ValueError]
 k_norm_weight=ones(R) -> k_norm_weight has shape [8] but must have shape [head_dim]
-[_rotate_table_backward: ValueError]
-**freq(4) -> inv_freq is given but must be None, because this operator computes the gradients of cos and sin
-k=None -> k is None but must be given together with k_out_grad
-k_out_grad=None -> k_out_grad is None but must be given together with k
 
 [cos_sin: TypeError]
 positions=ints(3).to(torch.uint16) -> positions is uint16 but must be int8, uint8, int16, int32, int64, float32 or float64

@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import torch
-from cases import CACHES, QUANTISED, moved, on_gpu, spread
+from cases import on_gpu
 from oracle import ANGLE_ERROR, assert_close, limits, numpy_of, quantise, rotate, ulp
 
 from torch_rope import reference
+from torch_rope.selfcheck.calls import QUANTISED
 
 rope = torch.ops.rope
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype with this many bytes
@@ -33,25 +34,24 @@ def garbage(shape, dtype):
     return t.view(shape)
 
 
-class Caches:
-    """The caches k and v in one of the layouts, in memory that is filled with garbage.
+def refill(t):
+    """Fills all memory that t is a view of with garbage."""
+    memory = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+    memory.copy_(garbage(memory.shape, t.dtype))
 
-    layout: a key of CACHES. v_shape: the heads and head_dim of the cache v, unless they are those of k. quantised: the
-    dtypes of k and v, where None stands for `dtype`.
-    """
 
-    def __init__(
-        self, layout, blocks, block_size, heads, head_dim, dtype, device, v_shape=None, quantised=(None, None)
-    ):
-        def views(dtype, heads, head_dim):
-            make = lambda *shape: garbage(shape, dtype).to(device)  # noqa: E731
-            return CACHES[layout](make, blocks, block_size, heads, head_dim)
-
-        dtypes = [d or dtype for d in quantised]
-        self.block_size = block_size
-        self.k, self.v = views(dtypes[0], heads, head_dim)
-        if v_shape is not None or dtypes[0] != dtypes[1]:
-            self.v = views(dtypes[1], *(v_shape or (heads, head_dim)))[1]
+def misplace_pads(call):
+    """Changes the positions of pads (tokens with a negative slot) to numbers that a table by position has no row for."""
+    positions = call.get("positions")
+    if positions is None or "cos" not in call:
+        return
+    pads = call["slots"].cpu() < 0
+    if pads.dim() == 2 and positions.shape[:-1].numel() == 1:  # all sequences share the positions
+        pads = pads.all(0)
+    info = torch.iinfo(positions.dtype)
+    numbers = torch.tensor([-1 - call.get("offset", 0), info.min, info.max, 2**30])
+    numbers = numbers[torch.randint(len(numbers), positions.shape)].to(positions)
+    positions.copy_(torch.where(pads.view(positions.shape).to(positions.device), numbers, positions))
 
 
 def positions_of(q, positions=None, offset=0, **_):
@@ -105,7 +105,8 @@ def assert_stored(found, values, error, rounded, scale, wide):
 def assert_agrees(found, right, dtype):
     """Asserts that a tensor has the values of the reference, whose numbers may be rounded to a neighbour."""
     if found.dtype in QUANTISED:
-        codes = [bits(t).int().masked_fill(t.float().isnan(), 0) for t in (found, right)]  # a NaN may have any sign
+        # A NaN may have any sign, and so may what was rounded to zero.
+        codes = [bits(t).int().masked_fill(~(t.float().abs() > 0).cpu(), 0) for t in (found, right)]
         assert torch.ne(*codes).sum() <= 2 + found.numel() / 100
         assert ((codes[0] - codes[1]).abs() <= 1).all()
     else:
@@ -113,48 +114,55 @@ def assert_agrees(found, right, dtype):
         torch.testing.assert_close(found, right, rtol=2 * eps, atol=4 * eps + error_of_angles, equal_nan=True)
 
 
-def check(q, k, v, caches, angles, slots=None, norm=None, results=None, eager_rounding=False, **options):
-    """Calls the operator and checks q, q_out, k, v, the caches and all memory around them.
+def check(call):
+    """Makes a call of rotate_into_cache_ and checks q, q_out, k, v, the caches and all memory around them.
 
-    q or q_out, and the cells that are written, must have the bits that the functional operators return, and these must be
-    close to the oracle. What is quantised, and v after a norm, must be what the oracle stores there. All other memory
-    must be as before. On the CPU the reference must agree.
-
-    norm: a dict of q_norm_weight, k_norm_weight and norm_eps, or None. results: a dict of q_out, q_scale, k_scale,
-    v_scale and norm_v, or None.
+    The caches are filled with garbage first. q or q_out, and the cells that are written, must have the bits that the
+    functional operators return, and these must be close to the oracle. What is quantised, and v after a norm, must be
+    what the oracle stores there. All other memory must be as before. On the CPU the reference must agree.
     """
-    norm, results, eager = norm or {}, results or {}, {"eager_rounding": True} if eager_rounding else {}
-    given, positions = angles | norm | results | options | eager | {"slots": slots}, positions_of(q, **angles)
+    q, k, v, k_cache, v_cache = (call[name] for name in ("q", "k", "v", "k_cache", "v_cache"))
+    q_out, slots, eager = call.get("q_out", q), call.get("slots"), call.get("eager_rounding", False)
+    refill(k_cache)
+    refill(v_cache)
+    positions = positions_of(**call)
+    blocks, block_size = (1, *k_cache.shape)[-4:-2]
     if slots is None:  # sequence b is written to block b, by position
-        where = positions + np.arange(len(positions))[:, None] * caches.block_size
+        where = positions + np.arange(len(positions))[:, None] * block_size
     else:
         where = np.broadcast_to(slots.cpu().numpy(), positions.shape)
-    angles = by_token(angles, positions)
     where = torch.from_numpy(where.astype(np.int64)).flatten()
     written = where >= 0
-    cells = where[written] // caches.block_size, where[written] % caches.block_size
+    cells = where[written] // block_size, where[written] % block_size
     of_q = tuple(torch.from_numpy(index).flatten() for index in np.indices(positions.shape))  # the same, in q
 
-    wide, factor = torch.promote_types(q.dtype, torch.float32), options.get("attention_factor", 1.0)
-    functional = rope.norm_rotate_qk if norm else rope.rotate_qk
-    rotated = [out.cpu() for out in functional(q, k, **norm, **angles, **options, **eager)]
-    by_oracle = []
+    names = "cos", "sin", "inv_freq", "positions", "offset", "attention_factor", "interleaved", "rotary_start"
+    rotation = by_token({name: call[name] for name in names if name in call}, positions)
+    if "q_norm_weight" in call:
+        of_norm = {name: call[name] for name in ("q_norm_weight", "k_norm_weight", "norm_eps") if name in call}
+        rotated = rope.norm_rotate_qk(q, k, **of_norm, **rotation)
+    else:
+        rotated = rope.rotate_qk(q, k, **rotation, eager_rounding=eager)
+    rotated = [out.cpu() for out in rotated]
+    wide, by_oracle = torch.promote_types(q.dtype, torch.float32), []
+    of_limits = rotation, call.get("attention_factor", 1.0), "q_norm_weight" in call
     for x, out, weight in (q, rotated[0], "q_norm_weight"), (k, rotated[1], "k_norm_weight"):
-        with_norm = {"norm_weight": norm[weight], "norm_eps": norm["norm_eps"]} if norm else {}
-        by_oracle.append(rotate(x, **angles, **options, **with_norm))
+        norm = {"norm_weight": call[weight], "norm_eps": call.get("norm_eps", 1e-6)} if weight in call else {}
+        by_oracle.append(rotate(x, **rotation, **norm))
         known = ~np.isnan(by_oracle[-1][0])
-        if not eager_rounding:
-            near = limits(x.dtype, angles, factor, bool(norm))
-            assert_close(out[torch.from_numpy(known)], tuple(n[known] for n in by_oracle[-1]), *near)
+        if not eager:
+            assert_close(
+                out[torch.from_numpy(known)], tuple(n[known] for n in by_oracle[-1]), *limits(q.dtype, *of_limits)
+            )
 
-    q_out = results.get("q_out", q)
-    tensors = q, k, v, caches.k, caches.v, q_out
+    tensors = q, k, v, k_cache, v_cache, q_out
     expected = {key: memory.clone() for key, memory in map(memory_of, tensors)}
     right = [t.clone() for t in tensors]
-    rope.rotate_into_cache_(*tensors[:5], **given)
+    rope.rotate_into_cache_(**call)
     if not on_gpu(str(q.device)):
         right[-1] = right[0] if q_out is q else right[-1]
-        reference.rotate_into_cache_(*right[:5], **given | ({"q_out": right[-1]} if "q_out" in given else {}))
+        others = dict(zip(("q", "k", "v", "k_cache", "v_cache"), right, strict=False))
+        reference.rotate_into_cache_(**call | others | ({"q_out": right[-1]} if "q_out" in call else {}))
         for found, r in zip(tensors, right, strict=True):
             assert_agrees(found, r, q.dtype)
 
@@ -162,12 +170,12 @@ def check(q, k, v, caches, angles, slots=None, norm=None, results=None, eager_ro
         """Returns t in the expected memory."""
         return expected[memory_of(t)[0]].as_strided(t.shape, t.stride(), t.storage_offset())
 
-    if "q_scale" not in results:
+    if "q_scale" not in call:
         nan = q_out.cpu().isnan()  # a NaN may have any bits
         assert torch.equal(nan, rotated[0].isnan())
         rotated[0] = torch.where(nan, q_out.cpu(), rotated[0])
-    for i, (out, x, name) in enumerate(((q_out, rotated[0], "q"), (caches.k, rotated[1], "k"), (caches.v, v, "v"))):
-        scale, norm_v = results.get(f"{name}_scale"), name == "v" and results.get("norm_v", False)
+    for i, (out, x, name) in enumerate(((q_out, rotated[0], "q"), (k_cache, rotated[1], "k"), (v_cache, v, "v"))):
+        scale, norm_v = call.get(f"{name}_scale"), name == "v" and call.get("norm_v", False)
         found, target = (t if t.dim() == 4 else t[None] for t in (bits(out), view(out)))
         at, tokens = (of_q, written | True) if name == "q" else (cells, written)
         if scale is None and not norm_v:
@@ -177,33 +185,14 @@ def check(q, k, v, caches, angles, slots=None, norm=None, results=None, eager_ro
         values = numpy_of(x, np.longdouble if norm_v else np.float64)
         error = np.zeros_like(values)
         if norm_v:
-            values /= np.sqrt((values**2).sum(-1, keepdims=True) / max(v.shape[-1], 1) + norm.get("norm_eps", 1e-6))
+            values /= np.sqrt((values**2).sum(-1, keepdims=True) / max(v.shape[-1], 1) + call.get("norm_eps", 1e-6))
             error = 6 * ulp(abs(values), wide)
-        elif name != "v" and not eager_rounding:
+        elif name != "v" and not eager:
             values, magnitude = by_oracle[i]
-            ulps, plus = limits(wide, angles, factor, bool(norm))
+            ulps, plus = limits(wide, *of_limits)
             error = ulps * ulp(magnitude, wide) + plus * magnitude
         values, error = (n.reshape(len(where), *n.shape[-2:])[tokens.numpy()] for n in (values, error))
-        rounded = q.dtype if eager_rounding or scale is None else None
+        rounded = q.dtype if eager or scale is None else None
         assert_stored(found[at].view(out.dtype), values, error, rounded, scale, wide)
     for key, memory in map(memory_of, tensors):
         assert torch.equal(memory, expected[key])
-
-
-def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6, heads=(1, 1)):
-    """Returns the arguments of the norm, an empty dict if there is none.
-
-    kind: "none", "dtype of x", "float32" (q_norm_weight is float32, k_norm_weight has the dtype of x), "strided", or
-    "over heads": [heads, head_dim] for these heads of q and of k.
-    """
-    if kind == "none":
-        return {}
-    shapes = [(*[n] * (kind == "over heads"), head_dim) for n in heads]
-    q, k = ((torch.rand(shape, dtype=torch.float64) * 2 - 0.5).to(dtype) for shape in shapes)
-    if kind == "float32":
-        q = q.float()
-    if kind == "strided":
-        q, k = spread(q, (2,), (1,)), spread(k, (3,), (2,))
-    if kind == "over heads":
-        k = spread(k, (1, 2), (1, 1))
-    return {"q_norm_weight": moved(q, device), "k_norm_weight": moved(k, device), "norm_eps": norm_eps}

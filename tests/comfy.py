@@ -1,7 +1,8 @@
 """Calls of the functions of comfy-kitchen, and what they compute."""
 
 import torch
-from cases import spread
+
+from torch_rope.selfcheck.calls import spread
 
 DIM, DTYPES = 16, [torch.float32, torch.bfloat16, torch.float16]
 

@@ -164,12 +164,12 @@ def assert_close(actual: torch.Tensor, expected: tuple[np.ndarray, np.ndarray], 
     assert worst <= 1, f"{float(worst):.3f} of the limit of {ulps} ulp"
 
 
-def gradients_by_the_oracle(x, weight, gradient, angles, norm_eps, **options):
+def gradients_by_the_oracle(x, weight, gradient, norm_eps=1e-6, **rotation):
     """Returns (gradient, size) of x and of weight.
 
     The size is the same formula with every term positive. The error of a rounding is a fraction of it.
     """
-    h, pair = rotate(gradient, **angles, **options, inverse=True)
+    h, pair = rotate(gradient, **rotation, inverse=True)
     x, w = (numpy_of(t, h.dtype.type) for t in (x, weight))
     axes = (-2, -1)[-w.ndim :]
     r = 1 / np.sqrt((x**2).mean(axes, keepdims=True) + h.dtype.type(norm_eps))
@@ -191,7 +191,7 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
     wide = tensors[0].dtype == torch.float64
     fraction = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (ANGLE_ERROR if "inv_freq" in angles else 0)
     for i in (0, 1):
-        expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], angles, **options)
+        expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], **angles, **options)
         for actual, (value, size) in zip(gradients[i::2], expected, strict=True):
             limit = fraction * size
             if actual.dtype != (torch.float64 if wide else torch.float32):

@@ -1,18 +1,14 @@
-"""Helpers of the tests in this folder: they make the tensors of a call, compile functions, and compare results.
-
-Arguments that could be mistaken for one another differ. q and k have different numbers of heads and different strides.
-cos and sin, the two weights of the norm, and the two caches have different strides.
-"""
+"""Helpers of tests that compile, export, map or differentiate small calls: they make them, and compare results."""
 
 import copy
-import itertools
 
 import pytest
 import torch
-from cases import LAYOUTS, OPERATORS, schema_of
+from cases import OPERATORS, schema_of
 from torch.utils._pytree import tree_leaves
 
 import torch_rope
+from torch_rope.selfcheck.calls import Source, arguments_of, make
 
 rope = torch.ops.rope
 
@@ -20,72 +16,37 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 LENGTH = 64  # rows of a table, and cells in each block of a cache
 
 IN_PLACE = [op for op in OPERATORS if schema_of(op).is_mutable]
-ROTATING = [op for op in OPERATORS if "offset" in [a.name for a in schema_of(op).arguments]]
+# The gradients of rotate and rotate_qk test _rotate_table_backward.
+FUNCTIONAL = [op for op in OPERATORS if not schema_of(op).is_mutable and "table" not in op]
+ROTATING = [op for op in IN_PLACE + FUNCTIONAL if "offset" in arguments_of(op)]
 OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
 
-# Maps the name of a tensor that is rotated or copied, or of its gradient, to (heads, layout).
-ROTATED = {
-    "x": (HEADS, LAYOUTS["packed"]),
-    "q": (HEADS, LAYOUTS["bshd"]),
-    "k": (KV_HEADS, LAYOUTS["bhsd"]),
-    "v": (KV_HEADS, LAYOUTS["packed"]),
-    "q_out_grad": (HEADS, LAYOUTS["bhsd"]),
-    "k_out_grad": (KV_HEADS, LAYOUTS["sbhd"]),
-}
+
+def call_of(op, device, source="table", seq=6, batch=2, **more):
+    """Returns the arguments of a small call by name. source: a kind of Source, or a Source."""
+    source = Source(source, strides="strided") if isinstance(source, str) else source
+    sizes = {"size": (batch, seq, HEADS, KV_HEADS, DIM, DIM), "rows": LENGTH, "blocks": batch, "cells": LENGTH}
+    return make(op, device, **sizes | {"source": source} | more)
 
 
-def tables(device, rotary_dim=DIM, rows=LENGTH):
-    """Returns cos and sin, [rows, rotary_dim / 2]."""
-    cos, sin = rope.cos_sin(torch.arange(rows, device=device), torch_rope.inv_freq(rotary_dim, device=device))
-    return cos, torch.stack([sin, cos], -1)[..., 0]
-
-
-def norm_weights(device, over_heads=False, kv_heads=KV_HEADS):
-    if over_heads:
-        return [torch.rand(HEADS, DIM, device=device) + 0.5, torch.rand(DIM, kv_heads, device=device).T + 0.5]
-    return [torch.rand(DIM, device=device) + 0.5, (torch.rand(DIM, 2, device=device) + 0.5)[:, 0]]
-
-
-def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None, kv_heads=KV_HEADS, over_heads=False):
-    """Returns the tensors that op takes before its angles. over_heads: its norm takes all heads of a token together.
-
-    layouts: functions as in LAYOUTS; the tensors that are rotated or copied take one after the other.
-    """
-    layouts = layouts and itertools.cycle(layouts)
-    weights = norm_weights(device, over_heads, kv_heads)
-    weights = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
-
-    def make(name):
-        if name in weights:
-            return weights[name]
-        if name == "k_cache":
-            t = torch.randn(batch, LENGTH, kv_heads, DIM, device=device)
-        elif name == "v_cache":
-            t = torch.randn(batch, kv_heads, LENGTH, DIM, device=device).transpose(1, 2)
-        else:
-            heads, layout = ROTATED[name]
-            layout = next(layouts) if layouts else layout
-            heads = kv_heads if heads == KV_HEADS else heads
-            t = layout(torch.Size((batch, seq, heads, DIM)), torch.float32, device)
-        return t if dims == 4 else t[0]
-
-    names = [a.name for a in schema_of(op).arguments]
-    return [make(name) for name in names[: names.index("cos")]]
-
-
-def call_of(op, device, source="table"):
-    """Returns, by name, every tensor that op takes and that could have a gradient."""
-    if op not in ROTATING:
-        axes = (2,) if "axial" in op else ()
-        return {"positions": torch.rand(*axes, 5, device=device), "inv_freq": torch.rand(*axes, 4, device=device)}
-    call = dict(zip((a.name for a in schema_of(op).arguments), operands(op, device), strict=False))
-    if source == "inv_freq":
-        return call | {"inv_freq": torch_rope.inv_freq(DIM, device=device)}
-    return call | dict(zip(("cos", "sin"), tables(device), strict=True))
+def operands(op, device, seq=6, batch=2, **more):
+    """Returns the tensors that op takes before its angles."""
+    names, call = list(arguments_of(op)), call_of(op, device, seq=seq, batch=batch, **more)
+    return [call[name] for name in names[: names.index("cos")]]
 
 
 def qk(device, seq=6, batch=2):
     return operands("rotate_qk", device, seq, batch)
+
+
+def norm_weights(device, **more):
+    return operands("norm_rotate_qk", device, **more)[2:]
+
+
+def tables(device, rotary_dim=DIM, rows=LENGTH):
+    """Returns cos and sin, [rows, rotary_dim / 2], which have different strides."""
+    cos, sin = rope.cos_sin(torch.arange(rows, device=device), torch_rope.inv_freq(rotary_dim, device=device))
+    return cos, torch.stack([sin, cos], -1)[..., 0]
 
 
 def split(qkv):

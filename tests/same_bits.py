@@ -4,9 +4,10 @@ import hashlib
 import itertools
 
 import torch
-from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, SCALES, SIZES, SOURCES, covering, make_qk, supported
+from cases import ALL_CALLS, CALLS, KERNELS, SIZES, covering
 
 import torch_rope
+from torch_rope.selfcheck.calls import DTYPES, SOURCES, make, supported
 
 rope = torch.ops.rope
 
@@ -24,8 +25,7 @@ def bits(there, device):
             dtypes[0] == torch.float64 and case["source"].kind.startswith("inv_freq")
         ):
             torch.manual_seed(i)
-            q, k, angles = make_qk(there, **case)
-            yield from rope.rotate_qk(q, k, **angles, interleaved=case["interleaved"], attention_factor=1.2)
+            yield from rope.rotate_qk(**make("rotate_qk", there, **case, attention_factor=1.2))
     torch.manual_seed(0)
     positions, freq = torch.randint(-(2**40), 2**40, (3, 500)), torch_rope.inv_freq(64).float() * torch.rand(3, 32)
     positions[:, 250:] %= 7  # the sum over axes rounds small angles
@@ -41,23 +41,16 @@ FACTORS = CALLS | {"source": [SOURCES[i] for i in (1, 3, 5, 9, 12)]}
 
 def results(case):
     """Returns what the operators compute for a case of FACTORS."""
-    torch.manual_seed(1)
-    q, k, angles = make_qk("cpu", **case)
-    (batch, seq, _, _, head_dim, _), dtype = case["size"], case["dtype"]
-    weights = {"q_norm_weight": torch.rand(head_dim), "k_norm_weight": torch.rand(head_dim).to(dtype)}
-    slots = torch.randperm(batch * seq + 3)[: batch * seq].view(batch, seq)
-    options = angles | {"interleaved": case["interleaved"], "attention_factor": 1.1}
-    yield from torch_rope.rotate_qk(q, k, **options)
-    yield from torch_rope.norm_rotate_qk(q, k, **weights, **options)
-    yield from torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
-    scales = dict(zip(("k_scale", "v_scale"), torch.tensor(SCALES)[torch.randint(10, (2, k.shape[2]))], strict=True))
-    norms, formats = ({}, weights, {"eager_rounding": True}), {dtype: {}, torch.float8_e4m3fn: scales}
-    for norm, stored in itertools.product(norms, formats):
-        rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, *k.shape[2:], dtype=stored)
-        torch_rope.rotate_into_cache_(rotated, k, -k, *cache, slots=slots, **norm, **options, **formats[stored])
-        yield from (rotated, cache)
-    if "cos" in angles:
-        yield from torch.ops.rope._rotate_table_backward(q.flip(1), k.flip(1), q, k, **angles)
+    for op in ("rotate_qk", "norm_rotate_qk", "_norm_rotate_qk_backward"):
+        torch.manual_seed(1)
+        yield from getattr(rope, op)(**make(op, **case, k_weight="own", attention_factor=1.1))
+    norms = {}, {"q_weight": "float32", "k_weight": "own"}, {"eager_rounding": True}
+    for norm, stored in itertools.product(norms, ((None, None), (torch.float8_e4m3fn,) * 2)):
+        torch.manual_seed(1)
+        of_cache = {"slots": "int64 [B,S]", "quantised": stored, "scales": "unusual"} | norm
+        call = make("rotate_into_cache_", **case, **of_cache, attention_factor=1.1)
+        rope.rotate_into_cache_(**call)
+        yield from (call[name] for name in ("q", "k_cache", "v_cache"))
 
 
 def conversions():

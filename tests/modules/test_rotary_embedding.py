@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import pickle
 import re
 import threading
@@ -13,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cases import Calls, covering, default_dtype, name_of, needed, python
+from cases import EXHAUSTIVE, Calls, covering, default_dtype, name_of, needed, python
 from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -78,14 +79,13 @@ def test_rotates_by_the_frequencies_of_its_kind(case, device):
     (kind, max_position), start, positions = case.values()
     rope = module(kind, max_position).to(device)
     q, k = some(device)
-    p = torch.arange(7).flip(0)
+    p = torch.arange(7, device=device).flip(0)
     given = {
         "none": {"offset": start},
         "[S]": {"positions": p, "offset": start},
         "[B,S]": {"positions": torch.stack([p + start, p])},
         "int32 [1,S]": {"positions": (p + start).int()[None]},
     }[positions]
-    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     with Calls() as calls:
         outs = rope(q, k, **given)
     assert calls.names.count("rope::rotate_qk") == 1 and "aten::_local_scalar_dense" not in calls.names
@@ -134,24 +134,23 @@ def test_the_arguments_of_the_operator_are_passed_on_and_gradients_rotated_back(
         assert all(map(torch.equal, torch.autograd.grad(outs, (q, k), seeds), expected))
 
 
+BORN = list(itertools.product(FEW, ["here", "meta"]))  # where the module is made
+
+
 @pytest.mark.shared
-@each_of_few
-@pytest.mark.parametrize("born", ["here", "meta"])
-def test_compiles_without_breaks_and_once_for_all_steps(kind, max_position, born, device):
+@pytest.mark.parametrize("given, born", BORN if EXHAUSTIVE else BORN[::3])
+def test_compiles_without_breaks_and_once_for_all_steps(given, born, device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    rope = module(kind, max_position, device=device)
-    compiled = torch.compile(
-        module(kind, max_position, device=device if born == "here" else "meta"), fullgraph=True, backend=counter
-    )
+    rope, other = (module(*given, device=where) for where in (device, device if born == "here" else born))
+    compiled = torch.compile(other, fullgraph=True, backend=counter)
     q, k = (x[:, :1] for x in some(device))
-    for step in range(50):
-        offset = step + LONG - 25
-        for given in ({"offset": offset}, {"positions": torch.tensor([offset]).to(device)}):
-            assert all(map(torch.equal, compiled(q, k, **given), rope(q, k, **given)))
+    for offset in range(LONG - 20, LONG + 20, 4):
+        for where in ({"offset": offset}, {"positions": torch.tensor([offset]).to(device)}):
+            assert all(map(torch.equal, compiled(q, k, **where), rope(q, k, **where)))
     # Graphs with an offset: one with a constant, one with a symbol, and one more if the frequencies change, for the
     # other side of LONG. With positions there is one graph.
-    assert counter.frame_count <= (3 if kind not in ("longrope", "dynamic") else 4)
+    assert counter.frame_count <= (3 if given[0] not in ("longrope", "dynamic") else 4)
 
 
 @pytest.mark.shared
@@ -324,7 +323,7 @@ threading.Thread(target=lambda: threading.main_thread().join() or use("thread"))
 @pytest.mark.cpu
 @pytest.mark.exhaustive
 def test_modules_are_made_moved_and_loaded_until_python_ends():
-    done = python(AT_THE_END)
+    done = python(AT_THE_END, to_the_end=True)
     assert re.findall(r"^\w+", done.stdout, re.M) == ["thread", "atexit", "del"] and not done.stderr, done.stderr
 
 
@@ -393,8 +392,7 @@ def test_what_is_assigned_is_what_rotates(assigned, kind, max_position, device):
     rotated = torch.ops.rope.rotate_qk(*qk, **mine, offset=LONG, attention_factor=rope.attention_factor)
     for each in (rope, rope.to(device).half(), copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
         assert all(map(torch.equal, each(*qk, offset=LONG), rotated))
-        positions = torch.arange(7, device=device) + LONG
-        assert all(map(torch.equal, each(*qk, positions), rotated))
+        assert all(map(torch.equal, each(*qk, torch.arange(7, device=device) + LONG), rotated))
     assert rope.state_dict().keys() == (mine.keys() if assigned == "parameter" else set())
     if assigned == "parameter":
         rope(*qk)[0].square()[..., 0].sum().backward()
@@ -427,13 +425,12 @@ def test_a_compiled_module_follows_what_is_assigned():
     assert all(map(torch.equal, compiled(*qk), expected))
 
 
-class Third(torch.nn.Module):
-    def forward(self, inv_freq):
-        return inv_freq / 3
-
-
 @pytest.mark.shared
 def test_functional_call_and_parametrizations_reach_the_frequencies(device):
+    class Third(torch.nn.Module):
+        def forward(self, inv_freq):
+            return inv_freq / 3
+
     rope, qk = module().to(device), tuple(some(device))
     third = rope.inv_freq / 3
     expected = torch.ops.rope.rotate_qk(*qk, inv_freq=third)
@@ -447,11 +444,7 @@ def test_functional_call_and_parametrizations_reach_the_frequencies(device):
 @pytest.mark.cpu
 def test_a_fixed_length_fixes_the_frequencies():
     q, k = some("cpu")
-    for kind, fixed in (
-        ("longrope", {"long": True}),
-        ("longrope", {"long": False}),
-        ("dynamic", {"seq_len": 3 * LONG}),
-    ):
+    for kind, fixed in ("longrope", {"long": True}), ("longrope", {"long": False}), ("dynamic", {"seq_len": 3 * LONG}):
         inv_freq, factor = frequencies.KINDS[kind](HEAD_DIM, 5000.0, **KINDS[kind], **fixed)
         for max_position in (None, 200):
             rope = module(kind, max_position, **fixed)

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, covering, name_of, need, on_gpu
+from cases import covering, name_of, need, on_gpu
 from oracle import ANGLE_ERROR, cos_sin, numpy_of, ulp
 
 import torch_rope
 from torch_rope import reference
+from torch_rope.selfcheck.calls import DTYPES
 
 # ---- values ----
 

@@ -1,38 +1,40 @@
 """Tests gradients to any order, forward mode and torch.func, and what in-place operators do under autograd."""
 
 import contextlib
-import functools
+import dataclasses
 import itertools
 
 import pytest
 import torch
-from cases import OPERATORS, Calls, covering, name_of, need, schema_of, written_by
-from programs import call_of, tensors_of
+from cases import Calls, covering, name_of, need, written_by
+from programs import FUNCTIONAL, call_of, tensors_of
+from programs import IN_PLACE as WRITING
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
 
 import torch_rope
+from torch_rope.selfcheck.calls import Source, make
 
 rope = torch.ops.rope
 pytestmark = pytest.mark.shared
 
 EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-# The shapes of q and k. They are small because finite differences vary each element by itself. rotary_dim is 4.
-SHAPES = [(2, 2, 2, 5), (2, 2, 1, 5)]
+# They are small because finite differences vary each element by itself.
+SIZE = (2, 2, 2, 1, 5, 4)
 
-# Maps the source of the angles to (shape of cos and sin or of inv_freq, the other arguments).
+# The sources of the angles, and the other arguments.
 SOURCES = {
-    "table": ((5, 2), {"offset": 3}),
-    "table at positions [S]": ((4, 2), {"positions": [2, 0], "offset": 1, "rotary_start": 1}),
-    "table at positions [1,S]": ((4, 2), {"positions": [[3, 0]], "inverse": True}),
-    "table at positions [B,S]": ((4, 2), {"positions": [[3, 0], [1, 1]], "eager_rounding": True, "inverse": True}),
-    "token": ((2, 2, 2), {"attention_factor": -0.7}),
-    "token shared": ((1, 2, 2), {"inverse": True, "rotary_start": 1, "eager_rounding": True}),
-    "head": ((2, 2, 2, 2), {"inverse": True, "rotary_start": 1}),
-    "head shared": ((1, 2, 2, 2), {"attention_factor": 0.7}),
-    "inv_freq": ((2,), {"offset": 3, "attention_factor": 1.3}),
-    "inv_freq at positions [S]": ((2,), {"positions": [3, -2], "inverse": True}),
-    "inv_freq at positions [B,S]": ((2,), {"positions": [[3, 0], [1, 1]], "offset": -2}),
+    Source("table", offset=3): {},
+    Source("table", "int64 [S]", offset=1): {"start": "second"},
+    Source("table", "int64 [1,S]"): {"inverse": True},
+    Source("table", "int64 [B,S]"): {"eager_rounding": True, "inverse": True},
+    Source("token"): {"attention_factor": -0.7},
+    Source("token shared"): {"inverse": True, "start": "second", "eager_rounding": True},
+    Source("head"): {"inverse": True, "start": "second"},
+    Source("head shared"): {"attention_factor": 0.7},
+    Source("inv_freq", offset=3): {"attention_factor": 1.3},
+    Source("inv_freq", "int64 [S]"): {"inverse": True},
+    Source("inv_freq", "int64 [B,S]", offset=-2): {},
 }
 
 
@@ -42,40 +44,32 @@ def doubles(device, *shapes, requires_grad=True):
     return [torch.randn(s, dtype=torch.float64, device=device, requires_grad=requires_grad) for s in shapes]
 
 
-def call_in_float64(source, interleaved, device, with_k=True, dims=4, norm="none"):
+def call_in_float64(op, source, device, **more):
     """Returns (tensors, how many of them are angles, a function of these tensors).
 
-    The tensors are those to rotate, the weights if there is a norm, and the angles. The function returns what rotate,
-    rotate_qk or norm_rotate_qk returns.
+    The tensors are those to rotate, the weights if there is a norm, and the angles. The function returns what op returns.
     """
-    shape, options = SOURCES[source]
-    shapes = dict(zip("qk", SHAPES[:1] * 2 if source.startswith("head") else SHAPES, strict=True))
-    shapes = {name: shape[4 - dims :] for name, shape in shapes.items()} if with_k else {"x": SHAPES[0][4 - dims :]}
-    options, op = options | {"interleaved": interleaved}, rope.rotate_qk if with_k else rope.rotate
-    if norm != "none":
-        options, op = options | {"norm_eps": 0.01}, rope.norm_rotate_qk
-        options = {name: value for name, value in options.items() if name not in ("inverse", "eager_rounding")}
-        shapes |= {f"{x}_norm_weight": shapes[x][-2:] if norm == "over heads" else shapes[x][-1:] for x in "qk"}
-    if "positions" in options:
-        options["positions"] = torch.tensor(options["positions"], device=device)
-    angles = ["inv_freq"] if len(shape) == 1 else ["cos", "sin"]
-    names = [*shapes, *angles]
+    need(device, torch.float64)
+    description = SOURCES[source] | more | {"size": SIZE if more.get("dims", 4) == 4 else (1, *SIZE[1:]), "rows": 5}
+    source = dataclasses.replace(source, freq_dtype=torch.float64)
+    weights = {"q_weight": "own", "k_weight": "own", "norm_eps": 0.01} if "norm" in op else {}
+    call = make(op, device, source=source, dtype=torch.float64, tables="dtype of x", **description, **weights)
+    tensors = {name: t for name, t in call.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    angles = len({"cos", "sin", "inv_freq"} & tensors.keys())
 
-    def function(*tensors):
-        return op(**dict(zip(names, tensors, strict=True)), **options)
+    def function(*given):
+        return getattr(rope, op)(**call | dict(zip(tensors, given, strict=True)))
 
-    return doubles(device, *shapes.values(), *[shape] * len(angles)), len(angles), function
+    return [t.detach().contiguous().requires_grad_() for t in tensors.values()], angles, function
 
 
-FACTORS = {"source": list(SOURCES), "learned": [1, 0], "with_k": [0, 1], "dims": [4, 3], "interleaved": [False, True]}
-FACTORS["norm"] = ["none", "each head", "over heads"]
-OF_NORMS = ["table", "token shared", "head", "inv_freq at positions [B,S]"]
+FACTORS = {"op": ["rotate", "rotate_qk", "norm_rotate_qk"], "source": list(SOURCES), "learned": [1, 0], "dims": [4, 3]}
+FACTORS |= {"interleaved": [False, True], "over_heads": [False, True]}
 
 
-def possible(source, dims, norm, learned, with_k, **_):
-    """Returns whether there is such a call: tensors of three dimensions have no batch, and a norm has q and k."""
-    has_batch = (SOURCES[source][0][0] == 2 and "inv" not in source) or "[B,S]" in source
-    return (dims == 4 or not has_batch) and (norm == "none" or (with_k and not learned and source in OF_NORMS))
+def possible(op, learned, over_heads, **_):
+    """Returns whether there is such a call. The angles of a norm have no gradient."""
+    return not (learned if "norm" in op else over_heads)
 
 
 @pytest.mark.core
@@ -93,9 +87,9 @@ def test_gradients_pass_gradcheck(case, device):
 @pytest.mark.parametrize("over_heads", [False, True])
 def test_gradients_of_the_gradient_of_a_norm_pass_gradcheck(over_heads, device):
     """So the third derivative of the norm is right."""
-    weights = [shape[-2:] if over_heads else shape[-1:] for shape in SHAPES]
-    inputs, freq = doubles(device, *SHAPES * 2, *weights), torch_rope.inv_freq(4, device=device)
-    function = functools.partial(rope._norm_rotate_qk_backward, inv_freq=freq, norm_eps=0.01, attention_factor=1.3)
+    source = Source("inv_freq", offset=3)
+    inputs, _, function = call_in_float64("_norm_rotate_qk_backward", source, device, over_heads=over_heads)
+    inputs[-1].requires_grad_(False)
     assert gradcheck(function, inputs, **EVERY_MODE)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
@@ -119,18 +113,11 @@ def test_gradients_of_cos_sin_pass_gradcheck(shape, device):
 # ---- every argument of every operator ----
 
 
-def decision(op, name):
-    """Returns what the operator does about the gradient of an argument: "given", "refused" or "none"."""
-    if "norm" in op and name in ("cos", "sin", "inv_freq"):
-        return "refused"
-    return "none" if op == "_rotate_table_backward" and name in ("cos", "sin") else "given"
-
-
 @pytest.mark.core
 @pytest.mark.parametrize(
     "op, source",
     [
-        *((op, "table") for op in OPERATORS if not schema_of(op).is_mutable),
+        *((op, "table") for op in FUNCTIONAL),
         *((op, "inv_freq") for op in ("rotate", "rotate_qk", "norm_rotate_qk", "_norm_rotate_qk_backward")),
     ],
 )
@@ -143,7 +130,7 @@ def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op
             call(**good | {name: leaf})
         with fwAD.dual_level():
             dual = good | {name: fwAD.make_dual(good[name], torch.ones_like(good[name]))}
-            if decision(op, name) == "refused":
+            if "norm" in op and name in ("cos", "sin", "inv_freq"):
                 with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} requires grad"):
                     call(**good | {name: leaf})
                 with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} has a forward-mode tangent"):
@@ -152,13 +139,10 @@ def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op
             with torch.set_grad_enabled(name in ("x", "sin", "q_norm_weight")):
                 tangents = [fwAD.unpack_dual(out.exp().sum()).tangent for out in tensors_of(call(**dual))]
         outs = [out.exp().sum() for out in tensors_of(call(**good | {name: leaf})) if out.requires_grad]
-        given = decision(op, name) == "given"
-        assert bool(outs) == any(t is not None and t.any() for t in tangents) == given, name
-        if given:
-            sum(outs).backward()
-            assert leaf.grad.any(), name
-            tangent = sum(t for t in tangents if t is not None)
-            torch.testing.assert_close(tangent, leaf.grad.sum().to(tangent), rtol=1e-3, atol=1e-3)
+        sum(outs).backward()
+        assert leaf.grad.any(), name
+        tangent = sum(t for t in tangents if t is not None)
+        torch.testing.assert_close(tangent, leaf.grad.sum().to(tangent), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -260,29 +244,21 @@ def test_backward_computes_only_the_gradients_that_are_needed(op, needed, used, 
         expected = {name: g for name, g in zip(inputs, expected, strict=False) if name[0] in used}
     else:
         rotated = len({*needed.split()} & {*used})  # the gradients that backward rotates: those of q, k or both
-        of_tables = ["rope::_rotate_table_backward"] * ("cos" in needed or "sin" in needed)
-        assert names == [f"rope::rotate{'_qk' * (rotated - 1)}"] * bool(rotated) + of_tables
-        tables = inputs["cos"], inputs["sin"]
-        pairs = [*given.values(), None][:2] + [*(inputs[name] for name in used), None][:2]
-        expected = dict(zip(("cos", "sin"), rope._rotate_table_backward(*pairs, *tables, **flags), strict=True))
-        expected |= {name: rope.rotate(given[name], *tables, **flags, inverse=True) for name in used}
+        rotations = [name for name in names if "table" not in name]
+        assert rotations == [f"rope::rotate{'_qk' * (rotated - 1)}"] * bool(rotated)
+        tables = {"cos": inputs["cos"], "sin": inputs["sin"]}
+        learned = {name: t.clone().requires_grad_() for name, t in tables.items()}
+        outs = [rope.rotate(inputs[name], **learned, **flags) for name in used]
+        grads = torch.autograd.grad(outs, list(learned.values()), list(given.values()))
+        expected = dict(zip(learned, grads, strict=True))
+        expected |= {name: rope.rotate(given[name], **tables, **flags, inverse=True) for name in used}
     for name, leaf in leaves.items():
-        if leaf.requires_grad and name in expected:
-            assert torch.equal(leaf.grad, expected[name])
-        else:
+        if not leaf.requires_grad or name not in expected:
             assert leaf.grad is None
-
-
-@pytest.mark.parametrize("needed", [0, 1])
-def test_backward_of_the_gradient_of_tables_computes_only_the_gradient_that_is_needed(needed, device):
-    """If only x or only the gradient of its result requires grad, the backward is one rotation."""
-    inputs = [torch.randn(4, 3, 8, device=device).requires_grad_(i == needed) for i in range(2)]
-    cos, sin = torch.randn(2, 4, 4, device=device)
-    outs = rope._rotate_table_backward(inputs[0], None, inputs[1], None, cos, sin)
-    with Calls() as calls:
-        torch.autograd.backward(outs, [cos, sin])
-    assert [name for name in calls.names if name.startswith("rope::")] == ["rope::rotate"]
-    assert [t.grad is None for t in inputs] == [needed == 1, needed == 0]
+        elif name in ("cos", "sin"):
+            torch.testing.assert_close(leaf.grad, expected[name])
+        else:
+            assert torch.equal(leaf.grad, expected[name])
 
 
 def test_gradients_of_cos_sin_are_computed_in_float32_if_the_tables_have_16_bits(device):
@@ -318,11 +294,11 @@ def test_learned_angles_raise_the_same_errors_as_constant_angles(device):
 # ---- in place ----
 
 # The arguments that each in-place operator writes: without q_out and, where the name says so, with it. Then q is read.
-IN_PLACE = {op: [n for n in written_by(op) if n != "q_out"] for op in OPERATORS if schema_of(op).is_mutable}
+IN_PLACE = {op: [n for n in written_by(op) if n != "q_out"] for op in WRITING}
 TO_Q_OUT = " to q_out"
 IN_PLACE["rotate_into_cache_" + TO_Q_OUT] = ["q_out", "k_cache", "v_cache"]
 # The operators that the error message of each in-place operator recommends instead.
-FUNCTIONAL = {
+INSTEAD = {
     "rotate_": "rope.rotate",
     "rotate_qk_": "rope.rotate_qk",
     "rotate_into_cache_": "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself",
@@ -371,17 +347,17 @@ REFUSED = {
 def test_in_place_operators_refuse_tensors_before_anything_is_written(name, source, kind, device):
     """Negated views and inference tensors may be read, and tensors that require grad may be written under no_grad."""
     (op, good), (make, error, message) = in_place_call(name, device, source), REFUSED[kind]
-    before = {n: t.clone() for n, t in good.items()}
+    before = {n: (t.clone(), t._version) for n, t in good.items()}
     for argument in IN_PLACE[name] if kind in ("negated", "inference") else good:
         with fwAD.dual_level():
             a = good | {argument: make(good[argument])}
             for context in (torch.enable_grad, torch.no_grad, torch.inference_mode)[: 3 if "tangent" in kind else 1]:
-                with context(), pytest.raises(error, match=f"rope.{op}: {argument} {message.format(FUNCTIONAL[op])}"):
+                with context(), pytest.raises(error, match=f"rope.{op}: {argument} {message.format(INSTEAD[op])}"):
                     getattr(rope, op)(**a)
         if kind == "requires grad":
             with torch.no_grad():
                 getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
-    assert all(torch.equal(t, before[n]) and t._version == 0 for n, t in good.items())
+    assert all(torch.equal(good[n], t) and good[n]._version == version for n, (t, version) in before.items())
 
 
 @pytest.mark.parametrize("make", [negated, inference])
@@ -399,10 +375,11 @@ def test_negated_views_and_inference_tensors_are_read_correctly(name, make, devi
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_an_in_place_operator_bumps_the_version_of_what_it_writes(name, device):
     op, a = in_place_call(name, device)
+    before = {n: t._version for n, t in a.items()}
     for count, context in enumerate((torch.enable_grad, torch.no_grad, torch.inference_mode), 1):
         with context():
             getattr(rope, op)(**a)
-        assert {n: t._version for n, t in a.items()} == {n: count if n in IN_PLACE[name] else 0 for n in a}
+        assert all(a[n]._version == version + count * (n in IN_PLACE[name]) for n, version in before.items())
     with torch.inference_mode():  # inference tensors have no version, and the operator takes them
         getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
 
@@ -427,23 +404,24 @@ def test_what_autograd_saved_is_cloned_before_it_is_written(name, device):
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "source, norm",
+    "number, op, over_heads",
     [
-        ("table at positions [B,S]", "none"),
-        ("token shared", "each head"),
-        ("head", "none"),
-        ("inv_freq at positions [S]", "none"),
-        ("inv_freq", "over heads"),
+        (3, "rotate_qk", False),
+        (5, "norm_rotate_qk", False),
+        (6, "rotate_qk", False),
+        (9, "rotate_qk", False),
+        (8, "norm_rotate_qk", True),
     ],
 )
-def test_torch_func_agrees_with_plain_autograd(source, norm, device):
+def test_torch_func_agrees_with_plain_autograd(number, op, over_heads, device):
     """Every transform gives the derivatives of plain autograd, with respect to q, k and the angles or weights.
 
     So does every nesting of forward and reverse mode, and a transform inside plain autograd.
     """
-    inputs, angles, function = call_in_float64(source, True, device, norm=norm)
+    source, more = [*SOURCES][number], {"interleaved": True, "over_heads": over_heads}
+    inputs, angles, function = call_in_float64(op, source, device, **more)
     inputs = [t.detach() for t in inputs]
-    varied = tuple(inputs if norm == "none" else inputs[:-angles])
+    varied = tuple(inputs[:-angles] if "norm" in op else inputs)
     every = tuple(range(len(varied)))
 
     def loss(*varied):
@@ -473,7 +451,7 @@ def test_torch_func_agrees_with_plain_autograd(source, norm, device):
     torch.testing.assert_close(gradient, hessian.sum(dim=tuple(range(last.dim()))))
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])
+@pytest.mark.parametrize("op", FUNCTIONAL)
 def test_autocast_changes_nothing(op, device):
     """The results have the dtype and the bits that they have without autocast, and tables keep their dtype."""
     half = {"x", "q", "k", "q_out_grad", "k_out_grad", "k_norm_weight"}

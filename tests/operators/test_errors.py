@@ -13,13 +13,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from bad_calls import CASES, OVERLAPS, OWN, RANGES, B, D, H, R, S, calls
+from bad_calls import CASES, GROUPS, OVERLAPS, RANGES, B, D, H, R, S, calls
 from cases import OPERATORS, on_gpu, schema_of
 from programs import call_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_rope
+from torch_rope.selfcheck.calls import Source
 
 rope = torch.ops.rope
 pytestmark = pytest.mark.core
@@ -62,15 +63,11 @@ def test_a_bad_call_raises_the_error_for_real_and_for_fake_tensors_and_writes_no
 
 @pytest.mark.shared
 @pytest.mark.parametrize("source", ["table", "inv_freq"])
-@pytest.mark.parametrize("op", [op for op in OWN if len(OWN[op]) > 1])
+@pytest.mark.parametrize("op", GROUPS["qk"])
 def test_a_tensor_on_another_device_is_an_error(op, source, device):
     """All tensors must be on the device of q. The other device is meta, which every machine has."""
-    good = call_of(op, device, source) | {"positions": torch.arange(4, device=device)}
-    if "cache" in op:
-        good |= {n: good[n].to(torch.int8) for n in ("k_cache", "v_cache")}
-        good |= {n: torch.ones(1, device=device) for n in ("q_scale", "k_scale", "v_scale")}
-        good["q_out"] = good["q"].to(torch.int8)
-        good["slots"] = torch.arange(8, device=device).view(2, 4)
+    of_cache = {"q_out": "bshd", "q_dtype": torch.int8, "quantised": (torch.int8, torch.int8), "slots": "int64 [B,S]"}
+    good = call_of(op, device, Source(source, "int64 [B,S]"), q_weight="float32", **of_cache)
     here = re.escape(str(good["q"].device))
     for name in good.keys() - {"q"}:
         with pytest.raises(ValueError, match=rf"rope.{op}: {name} is on meta but must be on {here}, the device of q"):

@@ -8,48 +8,30 @@ from oracle import assert_accurate, assert_close, limits, limits_of_reference, r
 
 import torch_rope
 from torch_rope import reference
+from torch_rope.selfcheck.calls import DTYPES, SOURCES, Source, factors, make
 
 rope = torch.ops.rope
 norm_rotate_qk = rope.norm_rotate_qk
 
-# A weight is kept in float32 or in the dtype of x ("own"). Its elements are adjacent in memory unless it is strided.
-WEIGHTS = ["float32", "own", "float32 strided", "own strided"]
-FACTORS = cases.CALLS | {
-    "source": cases.SOURCES[:: 2 if cases.SLOW else 1],
-    "q_weight": WEIGHTS,
-    "k_weight": WEIGHTS,
-    "over_heads": [False, True],
+FACTORS = factors("_norm_rotate_qk_backward") | {
+    "size": cases.SIZES,
+    "source": SOURCES[:: 2 if cases.SLOW else 1],
     "norm_eps": [1e-6, 1e-5, 0.0, 0.5, 1e3],
-    "q_grad": list(cases.LAYOUTS),
-    "k_grad": list(cases.LAYOUTS),
-    "attention_factor": [1.0, 1.2079441541679836, -0.37],
-    "tables": ["float32", "dtype of x"],
+    "dims": [4],
 }
 
 
-def weight(kind, head_dim, dtype, device, *heads):
-    """Returns [head_dim] or [heads, head_dim] weights between -0.5 and 1.5, of both signs."""
-    dtype = torch.float32 if "float32" in kind else dtype
-    step = {"float32 strided": 3, "own strided": 2}.get(kind, 1)
-    return (torch.rand(*heads, head_dim * step, dtype=torch.float64) * 2 - 0.5).to(dtype).to(device)[..., ::step]
+def make_norm(device, **case):
+    """Returns [q, k, q_norm_weight, k_norm_weight], and the other arguments of a call of norm_rotate_qk."""
+    cases.need(device, case.get("dtype"), case["source"].freq_dtype)
+    call = make("norm_rotate_qk", device, **{"k_weight": "float32"} | case)
+    return [call.pop(name) for name in ("q", "k", "q_norm_weight", "k_norm_weight")], call
 
 
-def make(size, source, layouts, dtype, device, kinds=("float32", "float32"), over_heads=False, **more):
-    """Returns [q, k, q_norm_weight, k_norm_weight] and the arguments that give the angles.
-
-    layouts: those of q and k. over_heads: there is a weight for each head, so all heads of a token are normalised
-    together.
-    """
-    q, k, angles = cases.make_qk(device, size, source, *layouts, dtype, **more)
-    heads = [x.shape[2:3] if over_heads else () for x in (q, k)]
-    return [q, k, *(weight(kind, size[-2], dtype, device, *h) for kind, h in zip(kinds, heads, strict=True))], angles
-
-
-def assert_right(outs, tensors, angles, norm_eps, limits=limits, **options):
+def assert_right(outs, tensors, options, limits=limits):
     for x, out, w in zip(tensors[:2], outs, tensors[2:], strict=True):
         assert out.dtype == x.dtype and out.shape == x.shape
-        expected = rotate(x, **angles, **options, norm_weight=w, norm_eps=norm_eps)
-        assert_close(out, expected, *limits(x.dtype, angles, norm=True))
+        assert_close(out, rotate(x, **options, norm_weight=w), *limits(x.dtype, options, norm=True))
 
 
 def like(outs):
@@ -67,27 +49,22 @@ def like(outs):
 def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
     """A gradient has the dtype and shape of its input. Results, and gradients of q and k, have the strides of
     torch.empty_like."""
-    dtype, kinds = case["dtype"], (case["q_weight"], case["k_weight"])
-    more = {name: case[name] for name in ("over_heads", "start")}
-    more["table_dtype"] = dtype if case["tables"] == "dtype of x" else torch.float32
-    tensors, angles = make(case["size"], case["source"], (case["q"], case["k"]), dtype, device, kinds, **more)
-    options = {name: case[name] for name in ("norm_eps", "attention_factor", "interleaved")}
+    tensors, options = make_norm(device, **case)
     before, inputs = [t.clone() for t in tensors], [t.detach().requires_grad_() for t in tensors]
-    outs = norm_rotate_qk(*inputs, **angles, **options)
-    assert_right(outs, tensors, angles, **options)
+    outs = norm_rotate_qk(*inputs, **options)
+    assert_right(outs, tensors, options)
     given = [
         cases.LAYOUTS[case[f"{name}_grad"]](x.shape, x.dtype, device) for name, x in zip("qk", inputs, strict=False)
     ]
     gradients = torch.autograd.grad(outs, inputs, given)
-    assert_accurate(gradients, tensors, given, angles, **options)
+    assert_accurate(gradients, tensors, given, options)
     cases.assert_same(tensors, before)
     for x, g in zip(inputs, gradients, strict=True):
         assert g.dtype == x.dtype and g.shape == x.shape
     for x, out, g in zip(tensors, outs, gradients, strict=False):
         assert out.stride() == g.stride() == torch.empty_like(x).stride()
     if not cases.on_gpu(device):
-        outs = reference.norm_rotate_qk(*tensors, **angles, **options)
-        assert_right(outs, tensors, angles, limits=limits_of_reference, **options)
+        assert_right(reference.norm_rotate_qk(*tensors, **options), tensors, options, limits_of_reference)
 
 
 # (head_dim for each dtype, heads of q, heads of k, whether they are normalised together); with as many heads in q as in
@@ -99,24 +76,21 @@ LONG_SUMS = [
 
 
 @pytest.mark.parametrize("head_dims, heads, k_heads, over_heads", LONG_SUMS)
-@pytest.mark.parametrize("number, dtype", list(enumerate(cases.DTYPES)), ids=str)
+@pytest.mark.parametrize("number, dtype", list(enumerate(DTYPES)), ids=str)
 def test_long_sums_are_accurate(number, dtype, head_dims, heads, k_heads, over_heads, device):
     """Some heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
-    head_dim = head_dims[number]
-    size, source = (
-        (1, 5, heads, k_heads, head_dim, head_dim),
-        cases.Source("head") if heads == k_heads else cases.SOURCES[2],
-    )
-    tensors, angles = make(size, source, ("bshd", "bhsd"), dtype, device, ("own",) * 2, over_heads=over_heads)
+    size = (1, 5, heads, k_heads, *[head_dims[number]] * 2)
+    source, weights = Source("head") if heads == k_heads else SOURCES[2], {"q_weight": "own", "k_weight": "own"}
+    tensors, angles = make_norm(device, size=size, source=source, dtype=dtype, over_heads=over_heads, **weights)
     if over_heads:
         tensors[0][..., ::2, :] = 1.2345
     else:
         tensors[0].copy_(torch.tensor([1.2345, 0.7071, 1e-3, 77.7])[:heads, None])
     outs = norm_rotate_qk(*tensors, **angles)
-    assert_right(outs, tensors, angles, 1e-6)
+    assert_right(outs, tensors, angles)
     given = like(outs)
     gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
-    assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
+    assert_accurate(gradients, tensors, given, angles)
 
 
 # ---- the same bits ----
@@ -124,7 +98,7 @@ def test_long_sums_are_accurate(number, dtype, head_dims, heads, k_heads, over_h
 
 ONE_HEAD = {
     "norm": ["none", "each head", "over heads"],
-    "dtype": cases.DTYPES,
+    "dtype": DTYPES,
     "head_dim": [128, 80, 7],
     "interleaved": [False, True],
 }
@@ -138,7 +112,7 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
     """
     norm, dtype, head_dim, interleaved = case.values()
     size, over_heads = (2, 5, 6, 2, head_dim, head_dim // 2 * 2), norm == "over heads"
-    (q, k, *weights), angles = make(size, cases.Source("table"), ("bshd", "bshd"), dtype, device, over_heads=over_heads)
+    (q, k, *weights), angles = make_norm(device, size=size, source=SOURCES[0], dtype=dtype, over_heads=over_heads)
 
     def call(q, k, q_weight=weights[0], k_weight=weights[1], offset=2):
         options = {**angles, "offset": offset, "interleaved": interleaved}
@@ -158,13 +132,13 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", cases.DTYPES[:3], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interleaved, norm, device):
     """Fewer rotated pairs move the end of the vector loop.
 
     The values are small integers, whose sum of squares is exact, so a head may be put into another order.
     """
-    tensors, angles = make((2, 9, 3, 1, 128, 128), cases.SOURCES[0], ("bshd", "bshd"), dtype, device)
+    tensors, angles = make_norm(device, size=(2, 9, 3, 1, 128, 128), source=SOURCES[0], dtype=dtype)
     tensors = [torch.randint(-9, 10, t.shape, device=device).to(t.dtype) for t in tensors[: 4 if norm else 2]]
     function = norm_rotate_qk if norm else rope.rotate_qk
     whole = function(*tensors, **angles, interleaved=interleaved)
@@ -181,10 +155,8 @@ def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interl
 def test_many_tokens_have_the_bits_of_shorter_calls(head_dim, over_heads, dtype, device):
     """The bits do not depend on the number of threads either."""
     seq = cases.many(800, device)
-    size = (2, seq, 8, 2, head_dim, head_dim)
-    (q, k, *weights), angles = make(
-        size, cases.Source("inv_freq"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads
-    )
+    size, source = (2, seq, 8, 2, head_dim, head_dim), Source("inv_freq")
+    (q, k, *weights), angles = make_norm(device, size=size, source=source, dtype=dtype, over_heads=over_heads)
     whole = norm_rotate_qk(q, k, *weights, **angles)
     for start in range(0, seq, seq // 8):
         piece = slice(start, start + seq // 8)
@@ -214,7 +186,7 @@ def test_special_values_give_what_the_formula_gives(dtype, head_dim, norm_eps, d
     if device == "mps" and norm_eps == 0:
         del heads["tiny"]  # Metal may take subnormal numbers for zeros
     x = torch.stack([t for head in heads.values() for t in (head, plain)])[None, :, None].to(dtype).to(device)
-    w = weight("float32", head_dim, dtype, device)
+    w = (torch.rand(head_dim) * 2 - 0.5).to(device)
     cos, sin = torch_rope.cos_sin(torch.arange(32, device=device), torch_rope.inv_freq(head_dim, device=device))
     for interleaved in (False, True):
         out, _ = norm_rotate_qk(x, x, w, w, cos, sin, norm_eps=norm_eps, interleaved=interleaved)
@@ -237,11 +209,11 @@ def test_gradients_of_weights_are_accurate_for_many_tokens(positive, dtype, over
     layout: the order of a sum is the order of tokens and heads, not of their addresses."""
     heads = (8, 2) if positive else (2, 8)
     size = (2, cases.many(1000, device), *heads, 24, 16)
-    tensors, angles = make(size, cases.Source("table"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads)
+    tensors, angles = make_norm(device, size=size, source=SOURCES[0], dtype=dtype, over_heads=over_heads)
     outs = norm_rotate_qk(*tensors, **angles)
     given = list(outs) if positive else like(outs)  # with outs the terms are squares times the weight
     gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
-    assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
+    assert_accurate(gradients, tensors, given, angles)
     for _ in cases.thread_counts():
         cases.assert_same(rope._norm_rotate_qk_backward(*given, *tensors, **angles), gradients)
     for layout in cases.LAYOUTS.values():
@@ -252,7 +224,7 @@ def test_gradients_of_weights_are_accurate_for_many_tokens(positive, dtype, over
 @pytest.mark.parametrize("head_dim, value", [(64, torch.nan), (80, torch.inf), (7, 0.0)])
 def test_a_head_that_has_no_norm_changes_no_gradient_of_another_head(head_dim, value, device):
     size = (1, 5, 3, 2, head_dim, head_dim // 2 * 2)
-    tensors, angles = make(size, cases.Source("table"), ("bshd", "bshd"), torch.float32, device)
+    tensors, angles = make_norm(device, size=size, source=SOURCES[0])
     given = like(tensors[:2])
     expected = rope._norm_rotate_qk_backward(*given, *tensors, **angles, norm_eps=0.0)
     tensors[0][0, 1, 1] = value

@@ -8,15 +8,12 @@ from same_bits import bits
 
 import torch_rope
 from torch_rope import reference
+from torch_rope.selfcheck.calls import SOURCES, Source, factors
 
 rope = torch.ops.rope
 
 # A table may have the dtype of x; with float64 x it is float64 or float32.
-FACTORS = cases.CALLS | {
-    "tables": ["float32", "dtype of x"],
-    "attention_factor": [1.0, 1.2079441541679836, -0.37],
-    "inverse": [False, True],
-}
+FACTORS = cases.CALLS | {name: factors("rotate_qk")[name] for name in ("tables", "attention_factor", "inverse")}
 
 
 @pytest.mark.core
@@ -24,28 +21,27 @@ FACTORS = cases.CALLS | {
     "case", cases.covering(FACTORS, interacting=cases.KERNELS, exhaustive=cases.ALL_CALLS), ids=cases.name_of
 )
 def test_every_operator_is_within_ulps_of_the_oracle(case, device):
-    q, k, angles = cases.make_qk(device, **case, table_dtype=case["dtype"] if "x" in case["tables"] else torch.float32)
-    options = {name: case[name] for name in ("interleaved", "inverse", "attention_factor")}
+    q, k, options = cases.make_qk(device, **case)
     q_before, k_before = q.clone(), k.clone()
-    q_out, k_out = rope.rotate_qk(q, k, **angles, **options)
+    q_out, k_out = rope.rotate_qk(q, k, **options)
     for x, out in (q, q_out), (k, k_out):
-        expected = rotate(x, **angles, **options)
-        assert_close(out, expected, *limits(x.dtype, angles, options["attention_factor"]))
+        expected = rotate(x, **options)
+        assert_close(out, expected, *limits(x.dtype, options, case["attention_factor"]))
         assert out.stride() == torch.empty_like(x).stride()
         if not cases.on_gpu(device):
-            near = limits_of_reference(x.dtype, angles, options["attention_factor"])
-            assert_close(reference.rotate(x, **angles, **options), expected, *near)
+            near = limits_of_reference(x.dtype, options, case["attention_factor"])
+            assert_close(reference.rotate(x, **options), expected, *near)
     kept = torch.ones(case["size"][-2], dtype=torch.bool)
-    kept.narrow(0, angles.get("rotary_start", 0), case["size"][-1]).zero_()
+    kept.narrow(0, options.get("rotary_start", 0), case["size"][-1]).zero_()
     assert torch.equal(q_out[..., kept], q[..., kept])
     assert torch.equal(q, q_before) and torch.equal(k, k_before)
 
     # The other operators give the same bits.
-    assert torch.equal(rope.rotate(q, **angles, **options), q_out)
-    assert torch.equal(rope.rotate(k, **angles, **options), k_out)
-    rope.rotate_qk_(q, k, **angles, **options)
+    assert torch.equal(rope.rotate(q, **options), q_out)
+    assert torch.equal(rope.rotate(k, **options), k_out)
+    rope.rotate_qk_(q, k, **options)
     assert torch.equal(q, q_out) and torch.equal(k, k_out)
-    rope.rotate_(q_before, **angles, **options)
+    rope.rotate_(q_before, **options)
     assert torch.equal(q_before, q_out)
 
 
@@ -54,7 +50,8 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
 @pytest.mark.parametrize("layouts", [("bshd", "every second channel"), ("bhds", "bhds")])
 def test_the_number_of_threads_does_not_change_a_bit(layouts, tokens):
     """If tokens are adjacent in memory, as in a convolution's q, threads divide the heads, and not the tokens."""
-    q, k, angles = cases.make_qk("cpu", (2, tokens, 7, 3, 24, 16), cases.Source("inv_freq"), *layouts)
+    size, (of_q, of_k) = (2, tokens, 7, 3, 24, 16), layouts
+    q, k, angles = cases.make_qk("cpu", size=size, source=Source("inv_freq"), q=of_q, k=of_k)
     q, k = q[..., :16], k[..., :16]  # results have other strides
     expected = torch_rope.rotate_qk(q.contiguous(), k.contiguous(), **angles)
     by_head = torch.rand(2, 2, tokens, 7, 8).unbind(0)
@@ -76,7 +73,6 @@ def test_tokens_without_elements_are_no_work(heads, head_dim, device):
     *grads, of_weight, _ = rope._norm_rotate_qk_backward(x, x, *of_norm)
     outs = *torch_rope.norm_rotate_qk(*of_norm), *torch_rope.rotate_qk(x, x, *given), *grads
     assert all(out.shape == x.shape for out in outs) and not of_weight.any()
-    assert not any(map(torch.any, rope._rotate_table_backward(x, None, x, None, *given)))
     assert torch_rope.cos_sin(positions, cos[0, :0])[0].shape == (2**40, 0)
 
 
@@ -140,12 +136,13 @@ def test_special_values_round_as_in_torch(dtype, interleaved, device):
 # The rounding happens in the same loops as without eager_rounding, so fewer layouts and sources are enough.
 OF_EAGER = ["bshd", "bhsd", "bhds", "odd start"]
 EAGER = cases.CALLS | {
-    "source": [cases.SOURCES[i] for i in (0, 3, 5, 8, 12)],
+    "source": [SOURCES[i] for i in (0, 3, 5, 8, 12)],
     "q": OF_EAGER,
     "k": OF_EAGER,
     "tables": ["dtype of x", "float32"],
     "attention_factor": [1.0, 1.2079441541679836],
     "inverse": [False, True],
+    "eager_rounding": [True],
 }
 LOOPS = [("size", "dtype", "interleaved")]  # which decide which loop or kernel runs
 NIGHT = (*LOOPS[0], "source", "tables")  # all of whose combinations run in make exhaustive
@@ -172,22 +169,20 @@ def tables_of(angles, x):
 @pytest.mark.parametrize("case", cases.covering(EAGER, interacting=LOOPS, exhaustive=NIGHT), ids=cases.name_of)
 def test_results_and_gradients_have_the_bits_of_plain_operators(case, device):
     """The second derivative too: the gradient of the gradient with respect to the gradient that comes in."""
-    table_dtype = torch.float32 if case["tables"] == "float32" else case["dtype"]
-    q, k, angles = cases.make_qk(device, **case, table_dtype=table_dtype)
-    flags = {name: case[name] for name in ("attention_factor", "interleaved", "inverse")} | {"eager_rounding": True}
+    q, k, options = cases.make_qk(device, **case)
     given = [torch.randn(x.shape, dtype=torch.float64).to(x.dtype) for x in (q, k)]
     derivatives = []
-    for functions, to, tables in (rope, device, angles), (reference, "cpu", on_cpu(tables_of(angles, q))):
+    for functions, to, its_own in (rope, device, options), (reference, "cpu", on_cpu(tables_of(options, q))):
         xs = [x.detach().to(to).requires_grad_() for x in (q, k)]
         gs = [g.to(to).requires_grad_() for g in given]
-        outs = functions.rotate_qk(*xs, **tables, **flags)
+        outs = functions.rotate_qk(*xs, **its_own)
         gradients = torch.autograd.grad(outs, xs, gs, create_graph=True)
         derivatives.append([*outs, *gradients, *torch.autograd.grad(gradients, gs, [g.detach() for g in gs])])
     for found, expected in zip(*derivatives, strict=True):
         assert torch.equal(found.cpu(), expected)
     (q_out, k_out, *_), _ = derivatives
-    assert torch.equal(rope.rotate(q, **angles, **flags), q_out)
-    rope.rotate_qk_(q, k, **angles, **flags)
+    assert torch.equal(rope.rotate(q, **options), q_out)
+    rope.rotate_qk_(q, k, **options)
     assert torch.equal(q, q_out) and torch.equal(k, k_out)
 
 
@@ -223,7 +218,7 @@ def test_sequences_tokens_and_heads_may_be_far_apart_in_memory(strides, untouche
     x = untouched(sum(strides) + 2**20, torch.bfloat16).as_strided((2, 2, 2, 64), (*strides, 1), 2**19)
     x.copy_(torch.randn(x.shape, device=device))
     dense, freq, weight = x.contiguous(), torch_rope.inv_freq(64, device=device), torch.rand(64, device=device)
-    y, slots, table = dense.clone(), torch.tensor([[4, 1], [3, 6]], device=device), torch.rand(2, 32, device=device)
+    y, slots = dense.clone(), torch.tensor([[4, 1], [3, 6]], device=device)
     results = []
     for t in x, dense:
         caches = torch.zeros(2, 3, 4, 2, 64, device=device).bfloat16()
@@ -231,8 +226,6 @@ def test_sequences_tokens_and_heads_may_be_far_apart_in_memory(strides, untouche
         found = [*caches, *rope.norm_rotate_qk(t, y, weight, weight, inv_freq=freq)]
         found += [out for eager in (False, True) for out in rope.rotate_qk(t, y, inv_freq=freq, eager_rounding=eager)]
         found += rope._norm_rotate_qk_backward(t, y, t, y, weight, weight, inv_freq=freq)
-        found += rope._rotate_table_backward(t, y, y, t, table, table)
-        found += rope._rotate_table_backward(*(t[..., 1:], None) * 2, table[:, 1:], table[:, 1:])  # not aligned
         rope.rotate_(t, inv_freq=freq)
         results.append([*found, t])
     assert all(map(torch.equal, *results))

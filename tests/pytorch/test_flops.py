@@ -2,24 +2,22 @@
 
 import pytest
 import torch
-from cases import OPERATORS, schema_of
-from programs import DIM, HEADS, KV_HEADS, norm_weights, operands, rope, tables
+from cases import OPERATORS
+from programs import DIM, HEADS, KV_HEADS, call_of, rope
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-import torch_rope
+from torch_rope.selfcheck.calls import arguments_of
 
 pytestmark = [pytest.mark.core, pytest.mark.cpu]
-TOKENS, ROTARY = 2 * 6, 4
+TOKENS, ROTARY = torch.Size((2, 6)), 4  # batch and seq
 # A rotation takes three operations for each rotated channel: four multiplications and two additions for a pair.
 # A norm takes four for each channel: square, sum, scale and weight. Its backward takes eleven: these four, two for the
-# gradient of the weight and five for that of the input. The gradients of cos and sin take four for a rotated channel:
-# for a pair and each of the two tables two products, their sum, and one addition to the gradient.
+# gradient of the weight and five for that of the input.
 ROTATION, NORM = 3 * ROTARY, 4 * DIM
 FLOPS = {  # for one head
     **dict.fromkeys(("rotate", "rotate_", "rotate_qk", "rotate_qk_", "rotate_into_cache_"), ROTATION),
     "norm_rotate_qk": ROTATION + NORM,
     "_norm_rotate_qk_backward": ROTATION + 11 * DIM,
-    "_rotate_table_backward": 4 * ROTARY,
 }
 
 
@@ -31,22 +29,15 @@ def flops_of(function, *args, **keywords):
 
 def test_operators_that_make_tables_are_not_counted():
     """A table is made once, and most of its cost is cos and sin."""
-    assert {op for op in OPERATORS if getattr(rope, op) not in flop_registry} == {*OPERATORS} - FLOPS.keys()
+    assert {op for op in OPERATORS if getattr(rope, op) not in flop_registry} == {"cos_sin", "axial_cos_sin"}
 
 
+@pytest.mark.parametrize("source", ["table", "token", "inv_freq"])
 @pytest.mark.parametrize("op", FLOPS)
-def test_flops_of_every_operator_are_counted(op):
-    tensors, (cos, sin) = operands(op, "cpu"), tables("cpu", ROTARY)
-    sources = [{"cos": cos, "sin": sin}, {"cos": cos[None, :6], "sin": sin[None, :6]}]
-    heads = TOKENS * (HEADS if "x" in [a.name for a in schema_of(op).arguments] else HEADS + KV_HEADS)
-    if op == "_rotate_table_backward":  # takes tables only, and k may be None
-        without_k = [t if i % 2 == 0 else None for i, t in enumerate(tensors)]
-        assert flops_of(getattr(rope, op), *without_k, **sources[0]) == TOKENS * HEADS * FLOPS[op]
-    else:
-        sources.append({"inv_freq": torch_rope.inv_freq(ROTARY)})
-    for angles in sources:
-        if op == "rotate_into_cache_":
-            angles["slots"] = torch.arange(12).view(2, 6)
-            norm = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights("cpu"), strict=True))
-            assert flops_of(rope.rotate_into_cache_, *tensors, **angles, **norm) == heads * (FLOPS[op] + NORM)
-        assert flops_of(getattr(rope, op), *tensors, **angles) == heads * FLOPS[op]
+def test_flops_of_every_operator_are_counted(op, source):
+    size = (*TOKENS, HEADS, KV_HEADS, DIM, ROTARY)
+    heads = TOKENS.numel() * (HEADS if "x" in arguments_of(op) else HEADS + KV_HEADS)
+    for q_weight in (None, "float32") if "cache" in op else ("float32",):
+        call = call_of(op, "cpu", source, size=size, slots="int64 [B,S]", q_weight=q_weight)
+        of_norm = NORM if "cache" in op and q_weight else 0
+        assert flops_of(getattr(rope, op), **call) == heads * (FLOPS[op] + of_norm)

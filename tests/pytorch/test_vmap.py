@@ -2,11 +2,26 @@
 
 import pytest
 import torch
-from cases import OPERATORS, covering, name_of, schema_of, written_by
-from programs import DIM, HEADS, KV_HEADS, ROTATING, call_of, copies, norm_weights, operands, rope, tables, tensors_of
+from cases import covering, name_of, written_by
+from programs import (
+    DIM,
+    FUNCTIONAL,
+    HEADS,
+    IN_PLACE,
+    KV_HEADS,
+    ROTATING,
+    call_of,
+    copies,
+    norm_weights,
+    operands,
+    rope,
+    tables,
+    tensors_of,
+)
 from torch.func import grad, vmap
 
 import torch_rope
+from torch_rope.selfcheck.calls import Source
 
 pytestmark = [pytest.mark.core, pytest.mark.shared, pytest.mark.usefixtures("no_vmap_fallback")]
 
@@ -50,13 +65,7 @@ def mapped(make, dim):
 
 def a_call_of(op, device):
     """Returns the tensors of a call, by name. The angles are a table, or frequencies if the operator takes no table."""
-    call = call_of(op, device)
-    if op in ROTATING:
-        call["positions"] = torch.randint(0, 60, (2, 6), device=device, dtype=torch.int32)
-    if "cache" in op:
-        call |= dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
-        call |= {"slots": torch.randperm(64, device=device)[:12].view(2, 6), "q_out": torch.zeros_like(call["q"])}
-    return call
+    return call_of(op, device, Source("table", "int32 [B,S]"), slots="int64 [B,S]", q_weight="float32", q_out="bshd")
 
 
 def with_samples(call, names):
@@ -78,7 +87,7 @@ def mapped_of(op):
     return [*alone, *([rotated] if rotated else []), call]
 
 
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("op", IN_PLACE + FUNCTIONAL)
 def test_each_argument_can_be_mapped_or_is_an_error(op, device):
     """The error says what to do instead. No samples have empty results, and no values: position 0 is not in the table."""
     call, written = a_call_of(op, device), written_by(op)
@@ -106,7 +115,7 @@ def test_each_argument_can_be_mapped_or_is_an_error(op, device):
 
 @pytest.mark.parametrize("of_result", [lambda out: out.square().sin().sum(), torch.sum], ids=["mapped", "the same"])
 @pytest.mark.parametrize("which", ["the first", "what is rotated", "angles", "all"])
-@pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])
+@pytest.mark.parametrize("op", FUNCTIONAL)
 def test_vmap_of_gradients_agrees_with_gradients_of_vmap(op, which, of_result, device):
     """vmap of gradients gives what a loop gives, whether the incoming gradient is mapped or the same for all samples.
 
@@ -133,7 +142,7 @@ def test_vmap_of_gradients_agrees_with_gradients_of_vmap(op, which, of_result, d
         torch.testing.assert_close(many, one.sum(0) if dim is None else one.movedim(0, dim), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATORS if schema_of(op).is_mutable and op not in REFUSED])
+@pytest.mark.parametrize("op", [op for op in IN_PLACE if op not in REFUSED])
 def test_a_tensor_that_is_written_must_be_mapped(op, device):
     """torch's own in-place operators raise an error too."""
     xs = operands(op, device)

@@ -9,6 +9,7 @@ Each group of checks runs in a process of its own, so a check that crashes or ha
 
     run.py     starts the processes, and prints what they found
     worker.py  runs a group in such a process
+    calls.py   makes legal calls, for the tests of the repository too
     checks.py  checks values and gradients
     metal.py   checks each Metal kernel
     speed.py   measures

@@ -49,21 +49,21 @@ def check_kernel(check: Check, family: str, kind: str, variant: str) -> None:
     all_heads = "wide" in family and "_v4" in variant  # the norm is over all heads; otherwise heads are wide
     if "wide" in family and not all_heads:
         head_dim, rotary_dim = 512, 256
-    xs = [check.make(2, 20, heads, head_dim, dtype=dtype) for heads in (5, 2)]
+    xs = {name: check.make(2, 20, heads, head_dim, dtype=dtype) for name, heads in (("q", 5), ("k", 2))}
     options = tables = check.tables(20, rotary_dim)
     if "u64" in variant:  # the table has more than 2^31 rows, which are all the same row
         tables = {name: t[:1].expand(20, -1) for name, t in tables.items()}
         options = {name: t[:1].expand(2**31 + 8, -1) for name, t in tables.items()}
         options["positions"] = (torch.arange(20) * 113025455 + 3).to(check.device)  # the last is 2^31
     names, axes = ("q_norm_weight", "k_norm_weight"), 2 if all_heads else 1
-    weights = {name: check.make(*x.shape[-axes:]) for name, x in zip(names, xs, strict=True)}
+    weights = {name: check.make(*x.shape[-axes:]) for name, x in zip(names, xs.values(), strict=True)}
     if family == "cos_sin":
         check.tables_of_angles(dtype, torch.int64, 10000.0)
     elif family == "rotate":
-        check.values("rotate_qk", xs, options, tables)
+        check.values("rotate_qk", xs | options, xs | tables)
     elif family.startswith("norm_rotate"):
-        check.values("norm_rotate_qk", xs, weights | options, weights | tables)
+        check.values("norm_rotate_qk", xs | weights | options, xs | weights | tables)
     else:
-        check.gradients("norm_rotate_qk", xs, weights | tables, of=names if family == "sum_parts" else ())
+        check.gradients("norm_rotate_qk", xs | weights | tables, of=names if family == "sum_parts" else ())
     name = f"{family}_{kind}{variant}"
     require(name in launches() - before, "the kernel was not launched")

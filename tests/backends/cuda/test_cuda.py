@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from caches import Caches, check, make_norm
-from cases import EMULATED, LAYOUTS, OPERATORS, Source, assert_same, covering, name_of, python, set_apart
+from caches import check
+from cases import EMULATED, LAYOUTS, OPERATORS, assert_same, covering, name_of, python
 from cuda_calls import BLOCKS, CELLS, ROWS, call_outside, make_call, names_of, results_of
 from oracle import assert_accurate, assert_close, assert_gradients, limits, rotate
 
 import torch_rope
+from torch_rope.selfcheck.calls import Source, make
 
 rope = torch.ops.rope
 
@@ -100,21 +101,23 @@ SHAPES = [
             "interleaved": [False, True],
             "positions": ["", "int64 [B,S]", "int32 [S]"],
             "where": ["block", "slots"],
-            "weights": ["none", "float32", "dtype of x"],
+            "q_weight": [None, "float32", "own"],
         },
         exhaustive=("shape", "layouts", "dtype", "interleaved", "positions"),
     ),
     ids=name_of,
 )
 def test_every_operator_is_right_for_a_shape(case, device):
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = case["shape"]
-    q, k, v = (
-        LAYOUTS[layout](torch.Size((batch, seq, h, head_dim)), case["dtype"], device)
-        for layout, h in zip(case["layouts"], (q_heads, k_heads, k_heads), strict=True)
+    given = {name: case[name] for name in ("dtype", "interleaved", "q_weight")} | {"size": case["shape"]}
+    given |= dict(zip("qkv", case["layouts"], strict=True)) | {"k_weight": "own", "cache": "blocks"}
+    given["slots"] = "int64 [B,S]" if case["where"] == "slots" else "none"
+    source, options = (
+        Source("table", case["positions"], offset=4, strides="apart"),
+        {"interleaved": case["interleaved"]},
     )
-    options = {"interleaved": case["interleaved"]}
-    source = Source("table", case["positions"], offset=4, strides="apart")
-    angles = source.arguments(batch, seq, rotary_dim, torch.float32, device)
+    call = make("rotate_into_cache_", device, source=source, **given)
+    q, k = call["q"].clone(), call["k"]
+    angles = {name: call[name] for name in ("cos", "sin", "positions", "offset") if name in call}
     outs = rope.rotate_qk(q, k, **angles, **options)
     for x, out in zip((q, k), outs, strict=True):
         assert_close(out, rotate(x, **angles, **options), *limits(x.dtype, angles))
@@ -126,17 +129,11 @@ def test_every_operator_is_right_for_a_shape(case, device):
     outs = rope._rotate_table_backward(*gradients, q, k, **angles, **options)
     assert_gradients(outs, gradients, [q, k], angles, **options)
 
-    norm, slots, size = make_norm(case["weights"], head_dim, case["dtype"], device), None, seq + 44
-    if case["where"] == "slots":
-        slots, size = torch.randperm(batch * seq + 3)[: batch * seq].view(batch, seq).to(device), seq + 3 // batch + 1
-    else:
-        set_apart(angles, batch, size - 4)
-    caches = Caches("blocks", batch, size, k_heads, head_dim, q.dtype, device)
-    check(q.clone(), k, v, caches, angles, slots, norm, **options)
-    if norm:
-        tensors = [q, k, norm["q_norm_weight"], norm["k_norm_weight"]]
+    check(call)
+    if case["q_weight"]:
+        tensors = [q, k, call["q_norm_weight"], call["k_norm_weight"]]
         outs = rope._norm_rotate_qk_backward(*gradients, *tensors, **angles, **options)
-        assert_accurate(outs, tensors, gradients, angles, norm_eps=1e-6, **options)
+        assert_accurate(outs, tensors, gradients, angles, **options)
 
 
 @pytest.mark.parametrize("norm", [False, pytest.param(True, marks=pytest.mark.exhaustive)])

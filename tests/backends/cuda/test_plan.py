@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import DTYPES, EXHAUSTIVE, LAYOUTS
+from cases import EXHAUSTIVE, LAYOUTS
 
 from torch_rope import _C
+from torch_rope.selfcheck.calls import DTYPES
 
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors

@@ -5,11 +5,12 @@ import copy
 
 import pytest
 import torch
-from cases import Source, needed
+from cases import needed
 from programs import DIM, HEADS, LENGTH, Everything
 from torch.utils._pytree import tree_leaves
 
 import torch_rope
+from torch_rope.selfcheck.calls import Source
 
 pytestmark = pytest.mark.cpu
 
