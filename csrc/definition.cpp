@@ -32,8 +32,12 @@ Tensor rows_of(const Call& call, const Tensor& table) {
   if (positions.sym_numel().sym_eq(0).guard_or_false(__FILE__, __LINE__)) {  // its second derivative fails in embedding
     return table.narrow(0, 0, 0).reshape_symint({positions.sym_size(0), positions.sym_size(1), table.sym_size(-1)});
   }
-  // In embedding, the gradient of a row is a sum in a fixed order, and a position outside the table is an error.
-  if (!call.slots) return at::embedding(widened(table), positions).to(table.scalar_type());
+  if (!call.slots) {
+    // In embedding, the gradient of a row is a sum in a fixed order, and a position outside the table is an error. The
+    // sum is in double, because it may have many terms; Metal has no double.
+    const Tensor wide = table.to(table.is_mps() ? at::kFloat : at::kDouble);
+    return at::embedding(wide, positions).to(table.scalar_type());
+  }
   const Tensor outside = (*call.slots < 0).logical_and((positions < 0).logical_or(positions >= table.sym_size(0)));
   return at::embedding(table, positions.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), NAN);
 }

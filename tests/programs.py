@@ -16,8 +16,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 LENGTH = 64  # rows of a table, and cells in each block of a cache
 
 IN_PLACE = [op for op in OPERATORS if schema_of(op).is_mutable]
-# The gradients of rotate and rotate_qk test _rotate_table_backward.
-FUNCTIONAL = [op for op in OPERATORS if not schema_of(op).is_mutable and "table" not in op]
+FUNCTIONAL = [op for op in OPERATORS if not schema_of(op).is_mutable]
 ROTATING = [op for op in IN_PLACE + FUNCTIONAL if "offset" in arguments_of(op)]
 OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
 

@@ -99,19 +99,6 @@ def test_none_instead_of_a_tensor_is_an_error(op, device):
             getattr(rope, op)(**good | more | {name: None})
 
 
-class Elsewhere(torch.Tensor):
-    """A tensor on a device for which there are no kernels."""
-
-    @staticmethod
-    def __new__(cls, t, device):
-        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, device=device)
-
-    @classmethod
-    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
-        with torch._C._DisableTorchDispatch():
-            return op(*args, **kwargs)
-
-
 NESTED = (
     " is a nested tensor but must be a plain tensor; pass the values of a nested tensor with layout=torch.jagged, and "
     "positions that torch_rope.positions_from_cu_seqlens makes of its offsets"
@@ -125,13 +112,6 @@ REFUSED = {  # how to make the tensor -> the end of the message
         " is a QuantizedCPUQInt8Type but must be dense and not quantized",
     ),
 }
-KERNELS = "but must be on cpu, or on a device for which this build of torch_rope has kernels"
-REFUSED |= {
-    device: (functools.partial(Elsewhere, device=device), f" is on {device} {KERNELS}{remedy}")
-    for device, remedy in {"cuda": "; to build them, install nvcc", "mps": "; a build on macOS", "xpu": ""}.items()
-    if device not in torch_rope._C.devices
-}
-
 
 @pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore:.*(nested|quantiz)")

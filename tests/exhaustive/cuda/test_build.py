@@ -40,7 +40,7 @@ GROUPS = {
 BACKWARDS = {"heads_backward_kernel": (128, 8, 1280), "groups_backward_kernel": (255, 8, 1900)}
 BFLOAT16 = "Shape<__nv_bfloat16, 8, false>"
 # At most 168 registers let a multiprocessor hold 12 warps.
-REGISTERS = {f"groups_backward_kernel<Usual<{BFLOAT16}, 36>>": 168, f"table_backward_kernel<{BFLOAT16}>": 122}
+REGISTERS = {f"groups_backward_kernel<Usual<{BFLOAT16}, 36>>": 168}
 SOURCES = sorted([*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("benchmarks/*.cu")])
 
 

@@ -113,7 +113,6 @@ for rotary_dim in 64, 96:
     positions = torch.randint(0, 2**24, (3, 100)).to("mps")
     outs += torch.ops.rope.axial_cos_sin(positions, torch.rand(2, 3, 48).to("mps"), attention_factor=1.3)
     tables = torch_rope.cos_sin(torch.arange(9, device="mps"), inv_freq)
-    outs += torch.ops.rope._rotate_table_backward(x, x, x * w, x * w, *tables, attention_factor=1.3)
     for dtype in torch.float32, torch.float16:
         args = [t.to(dtype) for t in (x, x * w, w, w, *tables)]
         outs += torch.ops.rope.norm_rotate_qk(*args, attention_factor=1.3)
