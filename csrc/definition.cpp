@@ -44,13 +44,14 @@ Tensor rows_of(const Call& call, const Tensor& table) {
 
 // Returns cos and sin of the tokens, [1 or batch, seq, 1 or heads, pairs], or without a batch if q has none.
 Pair angles_of(const Call& call) {
+  const at::ScalarType type = at::toOpMathType(call.q().scalar_type());
   Tensor cos, sin;
   if (call.inv_freq) {
     Call tables{"rope.cos_sin"};
     const Tensor positions = positions_of(call);
     tables.positions = &positions;
     tables.inv_freq = call.inv_freq;
-    tables.dtype = at::toOpMathType(call.q().scalar_type());
+    tables.dtype = type;
     const std::vector<Tensor> made = find("cos_sin")(tables);
     cos = made[0], sin = made[1];
   } else {
@@ -58,7 +59,7 @@ Pair angles_of(const Call& call) {
     cos = by_position ? rows_of(call, *call.cos) : *call.cos;
     sin = by_position ? rows_of(call, *call.sin) : *call.sin;
   }
-  if (!call.eager_rounding) cos = widened(cos), sin = widened(sin);
+  if (!call.eager_rounding) cos = cos.to(type), sin = sin.to(type);
   if (call.attention_factor != 1) cos = cos * call.attention_factor, sin = sin * call.attention_factor;
   if (call.inverse != call.is_backward()) sin = -sin;
   if (cos.dim() == 3) cos = cos.unsqueeze(-2), sin = sin.unsqueeze(-2);

@@ -113,6 +113,7 @@ REFUSED = {  # how to make the tensor -> the end of the message
     ),
 }
 
+
 @pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore:.*(nested|quantiz)")
 @pytest.mark.parametrize("op", OPERATORS)
