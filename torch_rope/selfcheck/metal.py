@@ -1,4 +1,4 @@
-"""A check for each Metal kernel: a call that launches it. csrc/mps/plan.h says which call launches which kernel."""
+"""A check for each Metal kernel: a call that launches it. csrc/mps/dispatch.h says which call launches which kernel."""
 
 import itertools
 from collections import Counter
@@ -12,13 +12,11 @@ from torch_rope.selfcheck.checks import Check, require
 
 TYPES = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16}
 VECTORS = "_v8_u32", "_v4_u32", "_v1_u32", "_v8_u64", "_v4_u64", "_v1_u64"
-# The files of shaders, the families of their kernels, and what follows the type in the name of a kernel. The kernels
-# table_backward_*_u64 are missing here, because only tensors of more than 2^32 elements launch them.
+# The files of shaders, the families of their kernels, and what follows the type in the name of a kernel.
 FILES = {
     "rotate": {"rotate": VECTORS},
     "norm": {"norm_rotate": VECTORS, "norm_rotate_wide": ("_v4", "_v1")},
     "norm_backward": {"norm_backward": ("_v4", "_v1"), "norm_backward_wide": ("_v4", "_v1"), "sum_parts": ("",)},
-    "tables": {"table_backward": ("_v4_u32", "_v1_u32")},
     "cos_sin": {"cos_sin": ("",)},
 }
 
@@ -65,8 +63,6 @@ def check_kernel(check: Check, family: str, kind: str, variant: str) -> None:
         check.values("rotate_qk", xs, options, tables)
     elif family.startswith("norm_rotate"):
         check.values("norm_rotate_qk", xs, weights | options, weights | tables)
-    elif family == "table_backward":
-        check.gradients("rotate_qk", xs, tables, of=("cos", "sin"))
     else:
         check.gradients("norm_rotate_qk", xs, weights | tables, of=names if family == "sum_parts" else ())
     name = f"{family}_{kind}{variant}"
