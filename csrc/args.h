@@ -7,11 +7,13 @@
 
 #ifdef __METAL_VERSION__
 typedef long rope_int;
+typedef ulong rope_uint;
 typedef ulong rope_double;  // Metal has no double
 #define ROPE_POINTER(type) ulong
 #else
 #include <cstdint>
 typedef std::int64_t rope_int;
+typedef std::uint64_t rope_uint;
 typedef double rope_double;
 #define ROPE_POINTER(type) type*
 #endif
@@ -114,22 +116,25 @@ struct CosSinArgs {
 static_assert(sizeof(Side) == 192 && sizeof(Args) == 872 && sizeof(CosSinArgs) == 128,
               "the structs must have the same layout on host and device");
 
-#ifndef __METAL_VERSION__
-
-static inline int size_of(DType t) { return t == DType::kDouble ? 8 : t == DType::kFloat ? 4 : 2; }
-
 // The range that a position must lie in.
 struct PositionRange {
   bool limited;   // false: every position is allowed
   rope_int last;  // the allowed positions are 0 to last
 };
+
+#ifndef __METAL_VERSION__
+
+static inline int size_of(DType t) { return t == DType::kDouble ? 8 : t == DType::kFloat ? 4 : 2; }
+
 // Returns the range that a table by position and a cache leave. A table by position has a row for each allowed
 // position. In a cache without slots, sequence b is written to block b, and each token to the cell of that block whose
 // index is the position; the block has block_size cells.
 static inline PositionRange position_range(const Args& a) {
   const bool by_row = a.source == kTableByPosition, by_cell = a.has_cache && !a.has_slots;
   const rope_int rows = by_row ? a.table_rows - 1 : INT64_MAX, cells = by_cell ? a.block_size - 1 : INT64_MAX;
-  return {by_row || by_cell, rows < cells ? rows : cells};
+  // A negative offset reaches no position above INT64_MAX + offset. A sum that is above it has wrapped around.
+  const rope_int last = rows < cells ? rows : cells, most = INT64_MAX + (a.offset < 0 ? a.offset : 0);
+  return {by_row || by_cell, last < most ? last : most};
 }
 
 // Returns whether q, k and v have no element. Then a back end reads no tensor, however many tokens there are.

@@ -15,7 +15,7 @@
 //   The channels before and after them are not rotated. If they have to be written nevertheless (see writes_rest()),
 //   they are the chunks that follow. The last chunk has only one vector if the number of vectors is odd.
 //
-// Chunk::of in csrc/cuda/vectors.cuh and chunk_at in shaders/chunks.h compute the channels of a chunk from its number.
+// chunk.h computes the channels of a chunk from its number.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +24,11 @@
 #include "args.h"
 
 namespace rope {
+
+// A size of a grid, of a thread block or of a threadgroup.
+struct Size3 {
+  rope_int x, y, z;
+};
 
 // Returns a / b, rounded up.
 inline rope_int ceil_div(rope_int a, rope_int b) { return (a + b - 1) / b; }
@@ -107,7 +112,8 @@ inline void simplify(Args& a) {
   if (q.head_dim == 0) {
     q.heads = k.heads = 0;
     q.head_dim = v.head_dim;
-  } else if (v.heads && v.head_dim % q.head_dim == 0 && !v.norm && !v.scale_stride && adjacent(v.in_strides) && adjacent(v.out_strides)) {
+  } else if (v.heads && v.head_dim % q.head_dim == 0 && !v.norm && !v.scale_stride && adjacent(v.in_strides) &&
+             adjacent(v.out_strides)) {
     v.heads *= v.head_dim / q.head_dim;
     v.head_dim = v.in_strides[2] = v.out_strides[2] = q.head_dim;
   }

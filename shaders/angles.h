@@ -5,38 +5,27 @@ namespace rope {
 
 // cos and sin for the V pairs of a chunk. one: that of TiledParams.
 template <int V>
-struct Angles {
+struct CosSin {
   float cos[V], sin[V], one;
 };
 
-// A frequency, which is the sum of two floats. hi is the nearest float.
-struct Frequency {
-  float hi, lo;
-};
-
-// Returns the frequency at element offset `at`. part: the stride from its first part to its second, if there are two.
+// Computes the turns per position of the frequency at element offset `at`, see turns_per_position in csrc/angle.h.
+// part: the stride from its first part to its second, if there are two.
 template <typename I>
-inline Frequency frequency_at(device const float* inv_freq, I at, I part) {
-  Frequency f = {inv_freq[at], 0.0f};
-  if (k_split_inv_freq) two_sum(f.hi, inv_freq[at + part], f.hi, f.lo);
-  return f;
+inline void turns_at(device const float* inv_freq, I at, I part, thread float& turns_hi, thread float& turns_lo) {
+  float hi = inv_freq[at], lo = 0.0f;
+  if (k_split_inv_freq) two_sum(hi, inv_freq[at + part], hi, lo);
+  turns_per_position(hi, lo, turns_hi, turns_lo);
 }
 
-// Returns position * freq in turns, see turns_of in csrc/angle.h. The position is passed there as the sum of two
-// floats: the nearest float and what the rounding lost. A position beyond 4e18 is passed as one float, because
-// the nearest float may not fit in a long.
-inline void turns_of_position(long position, Frequency freq, thread float& fraction, thread float& rest) {
+// Computes the angle of a position in turns, see turns_of in csrc/angle.h. The position is passed there as the sum of
+// two floats: the nearest float and what the rounding lost. A position beyond 4e18 is passed as one float, because the
+// nearest float may not fit in a long.
+inline void turns_of_position(long position, float turns_hi, float turns_lo, thread float& fraction,
+                              thread float& rest) {
   const float near = float(position);
   const long rounded = fabs(near) < 4e18f ? long(near) : position;
-  float turns_hi, turns_lo;
-  turns_per_position(freq.hi, freq.lo, turns_hi, turns_lo);
   turns_of(near, float(position - rounded), turns_hi, turns_lo, fraction, rest);
-}
-
-inline void angle_of(long position, Frequency freq, thread float& cos, thread float& sin) {
-  float fraction, rest;
-  turns_of_position(position, freq, fraction, rest);
-  cos_sin_of_turns(fraction, rest, cos, sin);
 }
 
 // Rounds a number as torch's operators round an intermediate result: to T if cos and sin are of type T too. The fma
@@ -76,26 +65,28 @@ inline void read_parameters(bool native, device const void* base, I at, I stride
 // attention_factor, with the sign of sin changed for the inverse, or NaN if the token is not valid. head: the head of q
 // or of k. It matters only if k_by_head, otherwise all heads of the token have these angles.
 template <typename T, int V, typename I>
-inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, I head, uint chunk) {
-  constant Args& p = r;
-  Angles<V> a;
+inline CosSin<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, I head, uint chunk) {
+  constant Args& p = r.args;
+  CosSin<V> a;
   a.one = r.one;
   const RoundedStep<T> step = {r.one};
   const I column = I(chunk) * V;
   for (int i = 0; i < V; i++) a.cos[i] = a.sin[i] = NAN;
   if (token.valid && k_source == kInvFreq) {
 #pragma unroll
-    for (int i = 0; i < V; i++)
-      angle_of(token.position, frequency_at(x.inv_freq, (column + I(i)) * I(p.inv_freq_strides[1]), I(p.inv_freq_strides[0])), a.cos[i],
-               a.sin[i]);
+    for (int i = 0; i < V; i++) {
+      float turns_hi, turns_lo, fraction, rest;
+      turns_at(x.inv_freq, (column + I(i)) * I(p.inv_freq_strides[1]), I(p.inv_freq_strides[0]), turns_hi, turns_lo);
+      turns_of_position(token.position, turns_hi, turns_lo, fraction, rest);
+      cos_sin_of_turns(fraction, rest, a.cos[i], a.sin[i]);
+    }
   } else if (token.valid) {
-    const I row = k_source == kTableByPosition ? I(token.position) : token.s;
-    // cos and sin are element offsets here: x.cos and x.sin are the tables, p.cos_strides and p.sin_strides their strides, and a.cos
-    // and a.sin the values that are read.
-    const I cos = token.b * I(p.cos_strides[0]) + row * I(p.cos_strides[1]) + head * I(p.cos_strides[2]) + column * I(p.cos_strides[3]);
-    const I sin = token.b * I(p.sin_strides[0]) + row * I(p.sin_strides[1]) + head * I(p.sin_strides[2]) + column * I(p.sin_strides[3]);
-    read_parameters<T, V>(k_native_tables != 0, x.cos, cos, I(p.cos_strides[3]), k_table_vectors != 0, a.cos);
-    read_parameters<T, V>(k_native_tables != 0, x.sin, sin, I(p.sin_strides[3]), k_table_vectors != 0, a.sin);
+    const I row = row_of(token, k_source == kTableByPosition);
+    const I cos = offset_of(p.cos_strides, token.b, row, head), cos_step = I(p.cos_strides[3]);
+    const I sin = offset_of(p.sin_strides, token.b, row, head), sin_step = I(p.sin_strides[3]);
+    const bool native = k_native_tables != 0, vectors = k_table_vectors != 0;
+    read_parameters<T, V>(native, x.cos, cos + column * cos_step, cos_step, vectors, a.cos);
+    read_parameters<T, V>(native, x.sin, sin + column * sin_step, sin_step, vectors, a.sin);
   }
   for (int i = 0; i < V; i++) {
     if (k_scaled && k_rounding != kOnce) {
@@ -112,8 +103,8 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
 
 // Returns the angles that all heads of a token have in a chunk. If there are none, the result has no meaning.
 template <typename T, int V, typename I>
-inline Angles<V> common_angles(constant TiledParams& r, Buffers<T> x, Token<I> token, bool rotated, uint chunk) {
-  Angles<V> a;
+inline CosSin<V> common_angles(constant TiledParams& r, Buffers<T> x, Token<I> token, bool rotated, uint chunk) {
+  CosSin<V> a;
   if (!k_by_head && rotated) a = angles_of<T, V>(r, x, token, I(0), chunk);
   return a;
 }

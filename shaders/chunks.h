@@ -3,51 +3,25 @@
 
 namespace rope {
 
-// The channels of a chunk, see csrc/plan.h: two vectors of V channels, which begin at `first` and at `second`.
-template <int V, typename I>
-struct Chunk {
-  uint index;  // in its head
-  I first, second;
-  int firsts, seconds;  // how many of the V channels exist: all, or fewer at the end of a head
-  bool rotated;
-
-  I channel(int i) const { return i < V ? first + I(i) : second + I(i - V); }
-  bool exists(int i) const { return i < V ? i < firsts : i - V < seconds; }
-};
-
-// Returns the first channel of vector `index` of those that are not rotated.
-template <int V, typename I>
-inline I unrotated_channel(constant Args& p, I index) {
-  const I channel = index * V;
-  return channel < I(p.rotary_start) ? channel : channel + I(p.rotary_dim);
-}
-
-// Returns the chunk with this index in its head. The rotated chunks come first. The last chunk may lack its second
-// vector.
+// Returns the chunk with this index in its head.
 template <int V, typename I>
 inline Chunk<V, I> chunk_at(constant TiledParams& r, uint index) {
-  constant Args& p = r;
-  if (index < r.rotated) {
-    const I first = I(p.rotary_start) + first_channel(I(index) * V, k_interleaved);
-    return {index, first, first + (k_interleaved ? I(V) : I(p.rotary_dim / 2)), V, V, true};
-  }
-  const I vector = I(index - r.rotated) * 2;
-  const I first = unrotated_channel<V>(p, vector), second = unrotated_channel<V>(p, vector + 1);
-  const bool whole = second < I(p.sides[kQ].head_dim);
-  return {index, first, whole ? second : first, V, whole ? V : 0, false};
+  constant Args& p = r.args;
+  return chunk_of<V, I>(index, r.rotated, r.chunks, I(p.rotary_start), I(p.sides[kQ].head_dim - p.rotary_dim),
+                        k_interleaved, true, ~I(0));
 }
 
 // The 2V elements of a chunk, the first vector before the second. Numbers are the same in float, to compute with.
 template <typename T, int V>
-struct Values {
+struct Elements {
   T of[2 * V];
 };
 template <int V>
-using Numbers = Values<float, V>;
+using Numbers = Elements<float, V>;
 
 template <typename To, typename From, int V>
-inline Values<To, V> to(Values<From, V> x) {
-  Values<To, V> y;
+inline Elements<To, V> to(Elements<From, V> x) {
+  Elements<To, V> y;
   for (int i = 0; i < 2 * V; i++) y.of[i] = static_cast<To>(x.of[i]);
   return y;
 }
@@ -89,27 +63,27 @@ inline void store(thread const char* x, device char* to, Width<8>) {
 
 // Channels that do not exist become 0, so that a sum over them is right.
 template <typename T, int V, typename I>
-inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
-  Values<T, V> x = {};
+inline Elements<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
+  Elements<T, V> x = {};
   if (V >= 4 && k_vectors) {
-    if (c.firsts) load(from + c.first, x.of, Width<V == 8 ? 8 : 4>());
-    if (c.seconds) load(from + c.second, x.of + V, Width<V == 8 ? 8 : 4>());
+    if (exists(c, 0)) load(from + c.at[0], x.of, Width<V == 8 ? 8 : 4>());
+    if (exists(c, V)) load(from + c.at[1], x.of + V, Width<V == 8 ? 8 : 4>());
   } else {
     for (int i = 0; i < 2 * V; i++) {
-      if (c.exists(i)) x.of[i] = from[c.channel(i) * stride];
+      if (exists(c, i)) x.of[i] = from[channel_of(c, i) * stride];
     }
   }
   return x;
 }
 
 template <typename T, int V, typename I>
-inline void write(Values<T, V> x, device T* to, I stride, Chunk<V, I> c) {
+inline void write(Elements<T, V> x, device T* to, I stride, Chunk<V, I> c) {
   if (V >= 4 && k_vectors) {
-    if (c.firsts) store(x.of, to + c.first, Width<V == 8 ? 8 : 4>());
-    if (c.seconds) store(x.of + V, to + c.second, Width<V == 8 ? 8 : 4>());
+    if (exists(c, 0)) store(x.of, to + c.at[0], Width<V == 8 ? 8 : 4>());
+    if (exists(c, V)) store(x.of + V, to + c.at[1], Width<V == 8 ? 8 : 4>());
   } else {
     for (int i = 0; i < 2 * V; i++) {
-      if (c.exists(i)) to[c.channel(i) * stride] = x.of[i];
+      if (exists(c, i)) to[channel_of(c, i) * stride] = x.of[i];
     }
   }
 }
@@ -123,7 +97,7 @@ inline float rotated_channel(float own, float partner, float cos, float signed_s
 // Rotates the V pairs of a chunk. A chunk is laid out like a small head of 2V channels: pair i is (i, V + i) if the
 // pairing is half-split, and (2i, 2i + 1) if it is interleaved.
 template <typename T, int V>
-inline Numbers<V> rotated_chunk(Numbers<V> n, Angles<V> angles) {
+inline Numbers<V> rotated_chunk(Numbers<V> n, CosSin<V> angles) {
   const RoundedStep<T> step = {angles.one};
   for (int i = 0; i < V; i++) {
     const int a = first_channel(i, k_interleaved), b = a + partner_distance(V, k_interleaved);

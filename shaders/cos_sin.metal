@@ -14,17 +14,18 @@ inline long whole_number(device const void* positions, ulong i) {
          : type == DType::kUInt8 ? long(position_at<uchar>(positions, i))
          : type == DType::kInt16 ? long(position_at<short>(positions, i))
          : type == DType::kInt32 ? long(position_at<int>(positions, i))
-                                        : position_at<long>(positions, i);
+                                 : position_at<long>(positions, i);
 }
 
-// Returns the angle of one axis, in turns: fraction + rest, as turns_of in csrc/angle.h does.
-inline void turns_at(device const void* positions, ulong i, Frequency inv_freq, thread float& fraction,
-                     thread float& rest) {
+// Computes the angle of one axis, in turns: fraction + rest, as turns_of in csrc/angle.h does. i: the index of its
+// position; at, part: see turns_at
+inline void turns_of_axis(device const void* positions, ulong i, device const float* inv_freq, ulong at, ulong part,
+                          thread float& fraction, thread float& rest) {
+  float turns_hi, turns_lo;
+  turns_at(inv_freq, at, part, turns_hi, turns_lo);
   if (DType(k_position_dtype) > DType::kDouble) {
-    turns_of_position(whole_number(positions, i), inv_freq, fraction, rest);
+    turns_of_position(whole_number(positions, i), turns_hi, turns_lo, fraction, rest);
   } else {
-    float turns_hi, turns_lo;
-    turns_per_position(inv_freq.hi, inv_freq.lo, turns_hi, turns_lo);
     turns_of(position_at<float>(positions, i), 0.0f, turns_hi, turns_lo, fraction, rest);
   }
 }
@@ -43,12 +44,12 @@ void cos_sin_kernel(constant CosSinArgs& p [[buffer(0)]], device const void* pos
   ulong position = ulong(at.y) * ulong(p.position_strides[1]), freq = ulong(at.x) * ulong(p.inv_freq_strides[2]);
   const ulong part = ulong(p.inv_freq_strides[0]);
   float fraction = 0.0f, rest = 0.0f, cos, sin;
-  if (p.axes) turns_at(positions, position, frequency_at(inv_freq, freq, part), fraction, rest);
+  if (p.axes) turns_of_axis(positions, position, inv_freq, freq, part, fraction, rest);
   for (long axis = 1; axis < p.axes; axis++) {
     position += ulong(p.position_strides[0]);
     freq += ulong(p.inv_freq_strides[1]);
     float more_fraction, more_rest;
-    turns_at(positions, position, frequency_at(inv_freq, freq, part), more_fraction, more_rest);
+    turns_of_axis(positions, position, inv_freq, freq, part, more_fraction, more_rest);
     add_turns(more_fraction, more_rest, fraction, rest);
   }
   cos_sin_of_turns(fraction, rest, cos, sin);

@@ -1,6 +1,6 @@
 // What all shaders begin with: the function constants, and the buffers that the kernels take.
 //
-// csrc/mps/plan.h explains how a call is cut into chunks, shares and teams; read it first. In short: a chunk is the
+// csrc/mps/dispatch.h explains how a call is cut into chunks, shares and teams; read it first. In short: a chunk is the
 // part of a head that belongs to one thread. It has 2V channels, where V is 8, 4 or 1 and is a template parameter of
 // the kernels. In all functions the type I is an unsigned integer that holds every element offset of the call: uint or
 // ulong.
@@ -20,8 +20,10 @@ using namespace metal;
 #pragma METAL fp math_mode(safe)
 
 #include "../csrc/angle.h"
-#include "../csrc/mps/kernels.h"
+#include "../csrc/chunk.h"
+#include "../csrc/mps/interface.h"
 #include "../csrc/rotation.h"
+#include "../csrc/token.h"
 
 namespace rope {
 // These are for csrc/quantise.h.

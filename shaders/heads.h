@@ -3,13 +3,6 @@
 
 namespace rope {
 
-// Returns the element offset of head h of token s of sequence b, for a tensor [batch, seq, heads, head_dim] with these
-// strides. For a cache b is the block, and s the index in the block.
-template <typename I>
-inline I offset_of(constant rope_int* strides, I b, I s, I h) {
-  return b * I(strides[0]) + s * I(strides[1]) + h * I(strides[2]);
-}
-
 // The heads of one side of a token. The strides lead from a head, or a channel, to the next.
 template <typename T, typename I>
 struct TokenSide {
@@ -27,7 +20,8 @@ inline TokenSide<T, I> side_of_token(constant TiledParams& r, Buffers<T> x, Toke
   const bool to_cache = k_tensors == kSides && side != kQ;
   TokenSide<T, I> of_token;
   of_token.out = of_side(side, x.q_out, x.k_out, x.v_out);
-  of_token.out_at = offset_of(own.out_strides, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, I(0));
+  of_token.out_at =
+      offset_of(own.out_strides, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, I(0));
   of_token.in =
       has(k_in_place, side) ? static_cast<device const T*>(of_token.out) : of_side(side, x.q_in, x.k_in, x.v_in);
   of_token.in += offset_of(own.in_strides, token.b, token.s, I(0));
@@ -40,14 +34,11 @@ inline TokenSide<T, I> side_of_token(constant TiledParams& r, Buffers<T> x, Toke
   return of_token;
 }
 
-// All sides of a token.
 template <typename T, typename I>
-struct TokenSides {
-  TokenSide<T, I> q, k, v;
-};
-template <typename T, typename I>
-inline TokenSides<T, I> sides_of_token(constant TiledParams& r, Buffers<T> x, Token<I> token) {
-  return {side_of_token(r, x, token, kQ), side_of_token(r, x, token, kK), side_of_token(r, x, token, kV)};
+inline void sides_of_token(constant TiledParams& r, Buffers<T> x, Token<I> token,
+                           thread TokenSide<T, I> (&sides)[kSides]) {
+#pragma unroll
+  for (int side = 0; side < kSides; side++) sides[side] = side_of_token(r, x, token, side);
 }
 
 // One head of a token. The numbers go to `out` from element offset `out_at` on.
@@ -73,7 +64,7 @@ inline Head<T, I> head_at(TokenSide<T, I> of_token, Token<I> token, int side, I 
   head.in_stride = of_token.in_channel;
   head.out_stride = of_token.out_channel;
   head.scale = has(k_quantised, side) ? of_token.scale[index * of_token.scale_head] : 1.0f;
-  head.written = k_tensors != kSides || side == kQ || token.cached;
+  head.written = k_tensors != kSides || side == kQ || (token.valid && !token.pad);
   return head;
 }
 
@@ -82,29 +73,30 @@ inline int side_of(constant TiledParams& r, uint h) {
   return k_tensors <= kK || h < r.first[kK] ? kQ : k_tensors <= kV || h < r.first[kV] ? kK : kV;
 }
 template <typename T, typename I>
-inline Head<T, I> head_at(constant TiledParams& r, TokenSides<T, I> sides, Token<I> token, uint h) {
+inline Head<T, I> head_at(constant TiledParams& r, thread const TokenSide<T, I> (&sides)[kSides], Token<I> token,
+                          uint h) {
   const int side = side_of(r, h);
   // Each member is chosen by itself: a choice between structs would be one between addresses.
   TokenSide<T, I> of_token;
-  of_token.in = of_side(side, sides.q.in, sides.k.in, sides.v.in);
-  of_token.out = of_side(side, sides.q.out, sides.k.out, sides.v.out);
-  of_token.out_at = of_side(side, sides.q.out_at, sides.k.out_at, sides.v.out_at);
-  of_token.in_head = of_side(side, sides.q.in_head, sides.k.in_head, sides.v.in_head);
-  of_token.in_channel = of_side(side, sides.q.in_channel, sides.k.in_channel, sides.v.in_channel);
-  of_token.out_head = of_side(side, sides.q.out_head, sides.k.out_head, sides.v.out_head);
-  of_token.out_channel = of_side(side, sides.q.out_channel, sides.k.out_channel, sides.v.out_channel);
-  of_token.scale = of_side(side, sides.q.scale, sides.k.scale, sides.v.scale);
-  of_token.scale_head = of_side(side, sides.q.scale_head, sides.k.scale_head, sides.v.scale_head);
+  of_token.in = of_side(side, sides[kQ].in, sides[kK].in, sides[kV].in);
+  of_token.out = of_side(side, sides[kQ].out, sides[kK].out, sides[kV].out);
+  of_token.out_at = of_side(side, sides[kQ].out_at, sides[kK].out_at, sides[kV].out_at);
+  of_token.in_head = of_side(side, sides[kQ].in_head, sides[kK].in_head, sides[kV].in_head);
+  of_token.in_channel = of_side(side, sides[kQ].in_channel, sides[kK].in_channel, sides[kV].in_channel);
+  of_token.out_head = of_side(side, sides[kQ].out_head, sides[kK].out_head, sides[kV].out_head);
+  of_token.out_channel = of_side(side, sides[kQ].out_channel, sides[kK].out_channel, sides[kV].out_channel);
+  of_token.scale = of_side(side, sides[kQ].scale, sides[kK].scale, sides[kV].scale);
+  of_token.scale_head = of_side(side, sides[kQ].scale_head, sides[kK].scale_head, sides[kV].scale_head);
   return head_at(of_token, token, side, I(h - of_side(side, 0u, r.first[kK], r.first[kV])));
 }
 
 // Writes a chunk of a head. x: its numbers, rounded to T. A quantised side takes the numbers themselves, unless torch's
 // operators would round them.
 template <typename T, int V, typename I>
-inline void write(Values<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V, I> c) {
+inline void write(Elements<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V, I> c) {
   if (has(k_quantised, head.side)) {
     if (k_rounding != kOnce) numbers = to<float>(x);
-    Values<char, V> bytes;
+    Elements<char, V> bytes;
 #pragma unroll
     for (int i = 0; i < 2 * V; i++)
       bytes.of[i] = static_cast<char>(quantised(precise::divide(numbers.of[i], head.scale), Int8()));
@@ -124,7 +116,7 @@ inline bool must_write(int side, Chunk<V, I> chunk) {
 // Normalises and rotates a chunk x of a head, and writes it. What neither the norm nor the rotation changes is copied.
 template <typename T, int V, typename I>
 inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, Head<T, I> head, Chunk<V, I> chunk,
-                   Values<T, V> x, float scale, Numbers<V> weights, Angles<V> angles) {
+                   Elements<T, V> x, float scale, Numbers<V> weights, CosSin<V> angles) {
   const bool rotates = chunk.rotated && head.side != kV;
   Numbers<V> n = to<float>(x);
   if (has(k_normalised, head.side)) n = product(n, scale);
@@ -143,14 +135,15 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
   const uint end = r.first[kSides];
   const bool active = inside && index < r.chunks;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? index : 0);
-  const TokenSides<T, I> sides = sides_of_token(r, x, token);
-  Angles<V> angles;
+  TokenSide<T, I> sides[kSides];
+  sides_of_token(r, x, token, sides);
+  CosSin<V> angles;
   Numbers<V> weights;
   int weights_for = -1;  // the side whose weights these are
   // With a norm the loop ends at the same time for all shares.
   for (uint step = 0; step + (k_normalised ? 0 : share) < end; step += kHeads * r.shares) {
     Head<T, I> heads[kHeads];
-    Values<T, V> given[kHeads];
+    Elements<T, V> given[kHeads];
     bool present[kHeads];  // the head exists, and this chunk of it must be written
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
@@ -183,29 +176,20 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
 
 // ---- a v that is apart ----
 
-// Returns a chunk that is moved by `by` channels, in a head that ends at channel `end`.
-template <int V, typename I>
-inline Chunk<V, I> moved(Chunk<V, I> c, I by, I end) {
-  c.first += by;
-  c.second += by;
-  c.firsts = int(min(end - min(c.first, end), I(c.firsts)));
-  c.seconds = int(min(end - min(c.second, end), I(c.seconds)));
-  return c;
-}
-
 // Copies v of a token. This thread is number `index` of the `threads` threads that share the work; each of them takes
 // every threads-th chunk.
 template <typename T, int V, typename I>
 inline void copy_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint index, uint threads) {
   constant Side& v = r.args.sides[kV];
   const uint end = uint(v.head_dim), chunks = (end + 2 * V - 1) / (2 * V), all = chunks * uint(v.heads);
-  if (!token.cached) return;
+  if (!token.valid || token.pad) return;
   const TokenSide<T, I> of_token = side_of_token(r, x, token, kV);
   for (uint i = index; i < all; i += threads) {
     const uint h = i / chunks;
-    const Chunk<V, I> first = {0, 0, V, V, V, false}, chunk = moved(first, I(i - h * chunks) * 2 * V, I(end));
+    const I first = I(i - h * chunks) * 2 * V;
+    const Chunk<V, I> chunk = {{first, first + V}, I(end - 1), false, 0};
     const Head<T, I> head = head_at(of_token, token, kV, I(h));
-    const Values<T, V> values = read(head.in, head.in_stride, chunk);
+    const Elements<T, V> values = read(head.in, head.in_stride, chunk);
     write(values, to<float>(values), head, chunk);
   }
 }

@@ -7,15 +7,13 @@
 
 namespace rope {
 
-// A share of a token: its heads belong to one team.
-struct Share {
-  uint share, t;  // t: the token, counted through all sequences
-};
-// Returns the share with this index in the list of all shares of all tokens.
-inline Share share_at(constant TiledParams& r, uint index) {
+// Computes a share of a token, whose heads belong to one team, from its index in the list of all shares of all tokens.
+// t: the token, counted through all sequences
+inline void share_at(constant TiledParams& r, uint index, thread uint& share, thread uint& t) {
   const uint neighbours = r.tokens_first ? r.tokens : r.shares, outer = index / neighbours,
              inner = index - outer * neighbours;
-  return {r.tokens_first ? outer : inner, r.tokens_first ? inner : outer};
+  share = r.tokens_first ? outer : inner;
+  t = r.tokens_first ? inner : outer;
 }
 
 // Writes a v that is apart. A team takes the heads team, team + teams ... For a norm, a head is taken in spans of k's
@@ -38,7 +36,7 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
     Sum squares, of_spans;
     for (I begin = 0; begin < end; begin += span) {
       for (uint index = lane; index < chunks; index += lanes) {
-        const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);
+        const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end - 1);
         const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
         squares.add(sum_of_products(n, n, chunk));
       }
@@ -52,7 +50,7 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
     const float scale = scale_of(all, r.args.sides[kV].head_dim, r.args);
     for (I begin = 0; begin < end; begin += span) {
       for (uint index = lane; index < chunks; index += lanes) {
-        const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);
+        const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end - 1);
         const Numbers<V> n = product(to<float>(read(head.in, head.in_stride, chunk)), scale);
         write(to<T>(n), n, head, chunk);
       }
@@ -63,8 +61,8 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
 // Returns the sum of the squares of the heads first .. end - 1 of the list, to each lane of a SIMD group. walk: that of
 // this thread through these heads.
 template <typename T, int V>
-inline float squares_of(constant TiledParams& r, TokenSides<T, ulong> sides, Token<ulong> token, uint first, uint end,
-                        Walk walk) {
+inline float squares_of(constant TiledParams& r, thread const TokenSide<T, ulong> (&sides)[kSides], Token<ulong> token,
+                        uint first, uint end, Walk walk) {
   Sum squares;
   for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
     const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
@@ -88,10 +86,11 @@ void norm_rotate_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   const uint lanes = uint(k_lanes), team = at * (threads / lanes) + index / lanes, lane = index % lanes;
   const bool inside = team < r.tokens * r.shares;
-  const Share own = share_at(r, inside ? team : 0);
-  const Token<I> token = token_at<I>(r, buffers, own.t);
-  rotate_share<T, V>(r, buffers, token, own.share, lane, inside);
-  if (k_v_apart) write_v<T, V>(r, buffers, token, r.shares - 1 - own.share, r.shares, lane, inside, true);
+  uint share, t;
+  share_at(r, inside ? team : 0, share, t);
+  const Token<I> token = token_of<I>(r, buffers, t);
+  rotate_share<T, V>(r, buffers, token, share, lane, inside);
+  if (k_v_apart) write_v<T, V>(r, buffers, token, r.shares - 1 - share, r.shares, lane, inside, true);
 }
 
 // Does the same for wide groups, of which each is normalised together: heads of more chunks than a SIMD group has
@@ -107,20 +106,21 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
                              uint2 at [[threadgroup_position_in_grid]], uint2 threads [[threads_per_threadgroup]],
                              uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
-  constant Args& p = r;
+  constant Args& p = r.args;
   const uint simds = threads.x / kSimd, team = at.x * simds + simd;
   if (!k_all_heads && team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
-  Share own = {simd, at.x};
-  if (!k_all_heads) own = share_at(r, team);
-  const Token<ulong> token = token_at<ulong>(r, buffers, own.t);
-  const TokenSides<T, ulong> sides = sides_of_token(r, buffers, token);
+  uint share = simd, t = at.x;
+  if (!k_all_heads) share_at(r, team, share, t);
+  const Token<ulong> token = token_of<ulong>(r, buffers, t);
+  TokenSide<T, ulong> sides[kSides];
+  sides_of_token(r, buffers, token, sides);
 
   // The heads of this SIMD group, or if they are taken together of this threadgroup, are first, first + step ...
   const int side = int(at.y);
   const bool together = k_all_heads && !(side == kV && has(k_normalised, kV));
   const uint start = k_all_heads ? r.first[side] : 0, end = k_all_heads ? r.first[side + 1] : r.first[kSides];
   const uint teams = k_all_heads ? simds : r.shares;
-  Walk walk = {lane, kSimd, own.share, teams};
+  Walk walk = {lane, kSimd, share, teams};
   if (together) walk = walk_of(simd * kSimd + lane, threads.x, r.chunks);
   float scale = 1.0f;
   if (together && has(k_normalised, side)) {
@@ -145,7 +145,7 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
     for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
       const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
       const bool rotates = chunk.rotated && first < r.first[kV];
-      const Angles<V> angles = common_angles<T, V>(r, buffers, token, rotates, chunk.index);
+      const CosSin<V> angles = common_angles<T, V>(r, buffers, token, rotates, chunk.index);
 #pragma unroll
       for (uint i = 0; i < kHeads; i++) {
         if (first + i * walk.head_step >= end) break;
@@ -158,5 +158,5 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
       }
     }
   }
-  if (k_v_apart && (!k_all_heads || side == kV)) write_v<T, V>(r, buffers, token, own.share, teams, lane, true, false);
+  if (k_v_apart && (!k_all_heads || side == kV)) write_v<T, V>(r, buffers, token, share, teams, lane, true, false);
 }

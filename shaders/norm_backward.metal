@@ -7,15 +7,10 @@
 
 namespace rope {
 
-// The scale and common of the formulas in csrc/args.h, see NormBackwardArgs. x, g and w below are those of the
-// formulas.
-struct Factors {
-  float scale, common;
-};
-// channels: how many are normalised together; squares: the sum of x^2 over them; products: the sum of g w x.
-inline Factors factors_of(float squares, float products, rope_int channels, constant Args& p) {
-  const float scale = scale_of(squares, channels, p);
-  return {scale, -(scale * scale * precise::divide(products, float(channels)))};
+// Returns `common` of the formulas in csrc/args.h. channels: how many are normalised together; products: the sum of
+// g w x over them.
+inline float common_of(float scale, float products, rope_int channels) {
+  return -(scale * scale * precise::divide(products, float(channels)));
 }
 
 // A chunk of a head in the backward: x, g and g w.
@@ -26,14 +21,14 @@ struct BackwardChunk {
 
 // Reads a chunk of a head. x: q or k before the norm.
 template <typename T, int V>
-inline BackwardChunk<V> backward_chunk_at(constant NormBackward& n, Buffers<T> buffers, device const T* x,
+inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> buffers, device const T* x,
                                           Token<ulong> token, Head<T, ulong> head, Chunk<V, ulong> chunk,
-                                          Angles<V> angles, Numbers<V> weights) {
-  constant rope_int* strides = n.rotate.args.sides[head.side].before_strides;
+                                          CosSin<V> angles, Numbers<V> weights) {
+  constant rope_int* strides = r.args.sides[head.side].before_strides;
   BackwardChunk<V> c;
   c.x = to<float>(read(x + offset_of(strides, token.b, token.s, head.index), ulong(strides[3]), chunk));
   c.gradient = to<float>(read(head.in, head.in_stride, chunk));
-  if (k_by_head && chunk.rotated) angles = angles_of<T, V>(n.rotate, buffers, token, head.index, chunk.index);
+  if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, head.index, chunk.index);
   if (chunk.rotated) c.gradient = rotated_chunk<T>(c.gradient, angles);
   c.weighted = product(c.gradient, weights);
   return c;
@@ -41,19 +36,19 @@ inline BackwardChunk<V> backward_chunk_at(constant NormBackward& n, Buffers<T> b
 
 // Writes the gradient of x, and adds the terms of the gradient of w to the sums of the channels.
 template <typename T, int V>
-inline void finish_backward(BackwardChunk<V> c, Factors f, Head<T, ulong> head, Chunk<V, ulong> chunk,
+inline void finish_backward(BackwardChunk<V> c, float scale, float common, Head<T, ulong> head, Chunk<V, ulong> chunk,
                             thread Sum (&total)[2 * V]) {
   Numbers<V> gradient;
-  for (int i = 0; i < 2 * V; i++) gradient.of[i] = fma(c.x.of[i], f.common, c.weighted.of[i]) * f.scale;
+  for (int i = 0; i < 2 * V; i++) gradient.of[i] = fma(c.x.of[i], common, c.weighted.of[i]) * scale;
   write(to<T>(gradient), gradient, head, chunk);
-  const Numbers<V> terms = product(c.gradient, product(c.x, f.scale));
+  const Numbers<V> terms = product(c.gradient, product(c.x, scale));
   for (int i = 0; i < 2 * V; i++) total[i].add(terms.of[i]);
 }
 
 }  // namespace rope
 
 #define ROPE_BACKWARD_ARGUMENTS(T)                                           \
-  constant NormBackward &n [[buffer(kBufferParams)]],                        \
+  constant TiledParams &r [[buffer(kBufferParams)]],                         \
       ROPE_ARGUMENTS(T) device const T *q_before [[buffer(kBufferQBefore)]], \
       device const T *k_before [[buffer(kBufferKBefore)]], device float *sums [[buffer(kBufferSums)]]
 
@@ -64,12 +59,11 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
                           uint2 at [[threadgroup_position_in_grid]], uint2 grid [[threadgroups_per_grid]],
                           uint2 threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
-  constant TiledParams& r = n.rotate;
-  constant Args& p = r;
+  constant Args& p = r.args;
   const int side = int(at.y);
   device const T* x = side == kQ ? q_before : k_before;
-  const ulong head_dim = ulong(p.sides[kQ].head_dim), begin = ulong(at.x) * n.part_items,
-              end = min(begin + n.part_items, ulong(n.items[side]));
+  const ulong head_dim = ulong(p.sides[kQ].head_dim), begin = ulong(at.x) * r.part_items,
+              end = min(begin + r.part_items, ulong(r.items[side]));
   device float* own_sums = sums + (ulong(at.y) * grid.x + at.x) * head_dim;
   const uint heads = uint(p.sides[side].heads), per_token = (heads + kHeads - 1) / kHeads;
   const uint lanes = uint(k_lanes), teams = threads.x / lanes, own_team = index / lanes, lane = index % lanes;
@@ -81,9 +75,9 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
   for (ulong first_item = begin; first_item < end; first_item += teams) {
     const bool inside = first_item + own_team < end;
     const ulong item = inside ? first_item + own_team : begin, t = item / per_token;
-    const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
+    const Token<ulong> token = token_of<ulong>(r, buffers, uint(t));
     const TokenSide<T, ulong> of_token = side_of_token(r, buffers, token, side);
-    const Angles<V> angles = common_angles<T, V>(r, buffers, token, active && chunk.rotated, lane);
+    const CosSin<V> angles = common_angles<T, V>(r, buffers, token, active && chunk.rotated, lane);
     for (uint i = 0; i < kHeads; i++) {
       const uint h = uint(item - t * per_token) * kHeads + i;
       const bool present = active && inside && h < heads;
@@ -91,13 +85,14 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
       BackwardChunk<V> c;
       float squares = 0.0f, products = 0.0f;
       if (present) {
-        c = backward_chunk_at(n, buffers, x, token, head, chunk, angles, weights);
+        c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
         squares = sum_of_products(c.x, c.x, chunk);
         products = sum_of_products(c.weighted, c.x, chunk);
       }
       squares = sum_over_lanes(squares);
       products = sum_over_lanes(products);
-      if (present) finish_backward(c, factors_of(squares, products, p.sides[kQ].head_dim, p), head, chunk, total);
+      const float scale = scale_of(squares, p.sides[kQ].head_dim, p);
+      if (present) finish_backward(c, scale, common_of(scale, products, p.sides[kQ].head_dim), head, chunk, total);
     }
   }
   // The first team adds the sums of all teams, in their order.
@@ -108,7 +103,7 @@ void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared 
   for (int j = 0; j < 2 * V; j++) {
     Sum sum;
     for (uint team = 0; team < teams; team++) sum.add(shared[(team * lanes + lane) * (2 * V) + j]);
-    if (chunk.exists(j)) own_sums[chunk.channel(j)] = sum.value();
+    if (exists(chunk, j)) own_sums[channel_of(chunk, j)] = sum.value();
   }
 }
 
@@ -123,13 +118,12 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
                                uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
                                uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
-  constant TiledParams& r = n.rotate;
-  constant Args& p = r;
+  constant Args& p = r.args;
   const int side = int(at.y);
   device const T* x = side == kQ ? q_before : k_before;
   const ulong head_dim = ulong(p.sides[kQ].head_dim), all_heads = ulong(p.sides[side].heads);
   const ulong heads = k_all_heads ? all_heads : 1, items_of_token = k_all_heads ? 1 : all_heads;
-  const ulong begin = ulong(at.x) * n.part_items, end = min(begin + n.part_items, ulong(n.items[side]));
+  const ulong begin = ulong(at.x) * r.part_items, end = min(begin + r.part_items, ulong(r.items[side]));
   device float* own_sums = sums + at.x * heads * head_dim;
   if (side == kK) own_sums += grid.x * (k_all_heads ? ulong(p.sides[kQ].heads) : 1) * head_dim;
   const Walk walk = walk_of(lane, kSimd, r.chunks), walk_of_all = walk_of(simd * kSimd + lane, threads.x, r.chunks);
@@ -139,25 +133,25 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the factors of the items before are not needed any more
     for (uint i = simd; i < count; i += threads.x / kSimd) {
       const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
-      const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
+      const Token<ulong> token = token_of<ulong>(r, buffers, uint(t));
       const TokenSide<T, ulong> of_token = side_of_token(r, buffers, token, side);
       Sum squares, products;
       for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
         const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
-        const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
+        const CosSin<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
         for (ulong h = walk.head; h < heads; h += walk.head_step) {
           const Head<T, ulong> head = head_at(of_token, token, side, first_head + h);
           const Numbers<V> weights = weights_of<T, V>(r, buffers, side, head.index, chunk);
-          const BackwardChunk<V> c = backward_chunk_at(n, buffers, x, token, head, chunk, angles, weights);
+          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
           squares.add(sum_of_products(c.x, c.x, chunk));
           products.add(sum_of_products(c.weighted, c.x, chunk));
         }
       }
       const float all_squares = sum_over_lanes(squares.value()), all_products = sum_over_lanes(products.value());
-      const Factors f = factors_of(all_squares, all_products, rope_int(heads * head_dim), p);
+      const float scale = scale_of(all_squares, rope_int(heads * head_dim), p);
       if (lane == 0) {
-        factors[2 * i] = f.scale;
-        factors[2 * i + 1] = f.common;
+        factors[2 * i] = scale;
+        factors[2 * i + 1] = common_of(scale, all_products, rope_int(heads * head_dim));
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -168,16 +162,16 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
         Sum total[2 * V];
         for (uint i = 0; i < count; i++) {
           const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
-          const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
+          const Token<ulong> token = token_of<ulong>(r, buffers, uint(t));
           const TokenSide<T, ulong> of_token = side_of_token(r, buffers, token, side);
           const Head<T, ulong> head = head_at(of_token, token, side, first_head + h);
-          const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
-          const BackwardChunk<V> c = backward_chunk_at(n, buffers, x, token, head, chunk, angles, weights);
-          finish_backward(c, Factors{factors[2 * i], factors[2 * i + 1]}, head, chunk, total);
+          const CosSin<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
+          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
+          finish_backward(c, factors[2 * i], factors[2 * i + 1], head, chunk, total);
         }
         for (int j = 0; j < 2 * V; j++) {
-          if (!chunk.exists(j)) continue;
-          device float* sum = own_sums + h * head_dim + chunk.channel(j);
+          if (!exists(chunk, j)) continue;
+          device float* sum = own_sums + h * head_dim + channel_of(chunk, j);
           *sum = some == begin ? total[j].value() : *sum + total[j].value();
         }
       }
@@ -190,14 +184,14 @@ void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* fa
 // q, 1 for k.
 template <typename T>
 ROPE_KERNEL(kThreads)
-void sum_parts_kernel(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
+void sum_parts_kernel(constant TiledParams& r [[buffer(kBufferParams)]], device const float* sums [[buffer(1)]],
                       device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
                       uint2 at [[thread_position_in_grid]]) {
-  const uint channels = s.channels[at.y];
+  const uint channels = r.channels[at.y];
   if (at.x >= channels) return;
-  device const float* own = sums + (at.y == 0 ? 0 : ulong(s.parts) * s.channels[kQ]) + at.x;
+  device const float* own = sums + (at.y == 0 ? 0 : ulong(r.parts) * r.channels[kQ]) + at.x;
   Sum sum;
-  for (uint part = 0; part < s.parts; part++) sum.add(own[ulong(part) * channels]);
+  for (uint part = 0; part < r.parts; part++) sum.add(own[ulong(part) * channels]);
   device void* to = at.y == 0 ? q_weight_grad : k_weight_grad;
   if (has(k_native_weights, int(at.y))) {
     static_cast<device T*>(to)[at.x] = static_cast<T>(sum.value());

@@ -9,7 +9,7 @@ void rotate_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
                    ROPE_ARGUMENTS(T) uint3 at [[thread_position_in_grid]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   const uint share = r.tokens_first ? at.z : at.y, t = r.tokens_first ? at.y : at.z;
-  const Token<I> token = token_at<I>(r, buffers, t);
+  const Token<I> token = token_of<I>(r, buffers, t);
   rotate_share<T, V>(r, buffers, token, share, at.x, true);
   if (k_v_apart) copy_v<T, V>(r, buffers, token, (r.shares - 1 - share) * r.chunks + at.x, r.shares * r.chunks);
 }

@@ -34,7 +34,7 @@ inline float sum_of_products(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int i = 0; i < part; i++) {
       const int at = split ? (i < 4 ? 0 : V) + begin / 2 + i % 4 : begin + i;
-      if (c.seconds || at < V) sum[i % 4] = fma(x.of[at], y.of[at], sum[i % 4]);
+      if (at < V || is_whole(c)) sum[i % 4] = fma(x.of[at], y.of[at], sum[i % 4]);
     }
     total = total + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
   }
@@ -49,8 +49,8 @@ inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int side, I 
   const I row = head * I(strides[0]), stride = I(strides[1]);
   const bool native = has(k_native_weights, side), vectors = k_weight_vectors != 0;
   Numbers<V> w;
-  read_parameters<T, V>(native, from, row + c.first * stride, stride, vectors, w.of);
-  read_parameters<T, V>(native, from, row + c.second * stride, stride, vectors, w.of + V);
+  read_parameters<T, V>(native, from, row + c.at[0] * stride, stride, vectors, w.of);
+  read_parameters<T, V>(native, from, row + c.at[1] * stride, stride, vectors, w.of + V);
   return w;
 }
 

@@ -21,20 +21,19 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
 template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
-  const CosSinArgs& p = c;
   wait_for_previous_kernel();
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= p.tokens) return;
+  if (row >= c.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
   const auto factor = Factor<A>::of(c);
-  const auto frequencies = Frequencies::of(c, p.inv_freq_strides[2]);
-  for (int64_t first = int64_t(threadIdx.x) * V; first < p.pairs; first += int64_t(blockDim.x) * V) {
+  const auto frequencies = Frequencies::of(c, c.inv_freq_strides[2]);
+  for (int64_t first = int64_t(threadIdx.x) * V; first < c.pairs; first += int64_t(blockDim.x) * V) {
     CosSin<A, V> angles;
     Angle<A> sums[V] = {};
-    for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
-      const double position = several ? position_at(c, axis * p.tokens + row) : only;
+    for (int64_t axis = 0; axis < (several ? c.axes : 1); axis++) {
+      const double position = several ? position_at(c, axis * c.tokens + row) : only;
       A hi[V], lo[V];
-      frequencies.read<V>(axis * p.inv_freq_strides[1] + first * p.inv_freq_strides[2], hi, lo);
+      frequencies.read<V>(axis * c.inv_freq_strides[1] + first * c.inv_freq_strides[2], hi, lo);
       for (int i = 0; i < V; i++) {
         const auto angle = angle_of(position, hi[i], lo[i]);
         if constexpr (several) {
@@ -48,8 +47,8 @@ __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(cons
       for (int i = 0; i < V; i++) cos_sin_of(sums[i], angles.cos[i], angles.sin[i]);
     }
     factor.scale(angles);
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = rounded<T, V>(angles.cos);
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = rounded<T, V>(angles.sin);
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * c.pairs + first) = rounded<T, V>(angles.cos);
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * c.pairs + first) = rounded<T, V>(angles.sin);
   }
   let_next_kernel_begin();
 }
@@ -57,16 +56,15 @@ __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(cons
 }  // namespace
 
 cudaError_t cos_sin(const CosSinArgs& c, Queue queue) {
-  const CosSinArgs& p = c;
   return with_type(c.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);
     const auto launch = [&](auto v, auto several) {
-      const rope_int x = std::min(ceil_div(p.pairs, v()), rope_int(kThreads)), y = kThreads / x;
-      return start({ceil_div(p.tokens, y), 1, 1}, {x, y, 1}, queue, cos_sin_kernel<T, v(), several()>, c);
+      const rope_int x = std::min(ceil_div(c.pairs, v()), rope_int(kThreads)), y = kThreads / x;
+      return start({ceil_div(c.tokens, y), 1, 1}, {x, y, 1}, queue, cos_sin_kernel<T, v(), several()>, c);
     };
-    const auto with = [&](auto v) { return p.axes == 1 ? launch(v, std::false_type()) : launch(v, std::true_type()); };
-    return p.pairs % full == 0 ? with(std::integral_constant<int, full>()) : with(std::integral_constant<int, 1>());
+    const auto with = [&](auto v) { return c.axes == 1 ? launch(v, std::false_type()) : launch(v, std::true_type()); };
+    return c.pairs % full == 0 ? with(std::integral_constant<int, full>()) : with(std::integral_constant<int, 1>());
   });
 }
 

@@ -13,7 +13,7 @@
 #include <string_view>
 
 #include "../backend.h"
-#include "kernels.h"
+#include "entry_points.h"
 
 #ifndef ROPE_CUDA_KEY
 #define ROPE_CUDA_KEY CUDA  // CPU in the emulator of the tests, which runs the kernels on CPU tensors
@@ -70,15 +70,15 @@ struct Cuda : AnyBackend {
   static void rotate(const Call& call, Args& a) {
     const Device device(call.q());
     simplify(a);
-    const RotatePlan plan = plan_rotate(a, device.processors());
+    const Plan plan = plan_rotate(a, device.processors());
     if (plan.grid.x == 0) return;
-    C10_CUDA_CHECK((plan.usual ? rotate_usually : rotate_generally)(a, plan, device.queue()));
+    C10_CUDA_CHECK((plan.general ? rotate_generally : rotate_usually)(a, plan, device.queue()));
   }
 
   static void norm_backward(const Call& call, Args& a) {
     const Device device(call.q());
     merge_batch(a);
-    const BackwardPlan plan = plan_norm_backward(a);
+    const Plan plan = plan_norm_backward(a);
     const Tensor sums = at::empty({plan.sums}, call.q().options().dtype(at::kDouble));
     void* const weight_grad[2] = {call.sides[kQ].weight_grad->mutable_data_ptr(),
                                   call.sides[kK].weight_grad->mutable_data_ptr()};

@@ -6,50 +6,46 @@
 namespace rope::cuda {
 namespace {
 
-// A head of the list of heads, see rotate_plan.h. A v with another head_dim than k is cut into pieces of k's head_dim,
-// of which the last may be short; each piece is in the list.
-struct Piece {
-  int side;
-  rope_int head, first = 0;  // of the head in its side; its first channel
-
-  ROPE_FN Piece(const Args& a, const Tiling& t, rope_int at) {
-    side = int(at >= t.starts[kK]) + int(at >= t.starts[kV]);
-    head = at - t.starts[side];
-    if (side != kV || t.pieces == 1) return;
-    first = head % t.pieces * a.sides[kQ].head_dim;
-    head /= t.pieces;
-  }
-};
+// Returns the place of a head of the list of heads. A v with another head_dim than k is cut into pieces of k's
+// head_dim, of which the last may be short; each piece is in the list.
+ROPE_FN Place<rope_int> place_of(const Args& a, const Tiling& t, rope_int at) {
+  const int side = int(at >= t.starts[kK]) + int(at >= t.starts[kV]);
+  const rope_int head = at - t.starts[side];
+  if (side != kV || t.pieces == 1) return {side, head, 0};
+  return {side, head / t.pieces, head % t.pieces * a.sides[kQ].head_dim};
+}
 
 // Takes every step-th head of the list from `begin` to `end`. With a norm, the threads take a group together.
 template <typename S, bool norm>
-ROPE_FN void take(GeneralToken<S>& token, Chunk<rope_int>& chunk, GroupThreads& own, rope_int begin, rope_int end,
+ROPE_FN void take(GeneralToken<S>& token, Chunk<S::V, rope_int>& chunk, GroupThreads& own, rope_int begin, rope_int end,
                   rope_int step) {
   using T = typename S::T;
   using A = typename S::A;
   constexpr int V = S::V;
   const Args& a = token.a;
-  const Args& p = a;
   const Tiling& t = token.tiling;
   // Calls f(head) for each chunk of this thread in some heads of the list.
   const auto for_chunks = [&](rope_int from, rope_int to, auto&& f) {
     for (int index = own.x; index < t.chunks; index += own.xs) {
-      chunk = Chunk<rope_int>::of<V>(p, t, index);
-      for (rope_int at = from; at < to; at += step) f(Piece(a, t, at));
+      const auto first = chunk_at<V>(a, t, index);
+      for (rope_int at = from; at < to; at += step) {
+        const auto place = place_of(a, t, at);
+        chunk = moved(first, place.first, a.sides[place.side].head_dim - 1);
+        f(place);
+      }
     }
   };
-  const auto read = [&](const Piece& h) {
-    const Side& side = p.sides[h.side];
-    return token.template heads<const T>(side.in, side.in_strides, false, side.head_dim - 1)
-        .read(h.head, chunk.after(h.first));
+  const auto read = [&](const Place<rope_int>& h) {
+    const Side& side = a.sides[h.side];
+    return token.template heads<const T>(side.in, side.in_strides).read(h.head, chunk);
   };
-  const Piece one(a, t, begin < end ? begin : end - 1);
+  const auto one = place_of(a, t, begin < end ? begin : end - 1);
   A scale = A(1);
-  if (norm && p.sides[one.side].norm) {
+  if (norm && a.sides[one.side].norm) {
     double squares[1] = {0.0};
     for (rope_int from = begin, to; from < end; from = to) {
       to = own.warp ? from + 1 : end;  // one piece of v after another: another order could change bits
-      for_chunks(from, to, [&](const Piece& h) { squares[0] += squares_of(read(h), chunk.whole()); });
+      for_chunks(from, to, [&](const Place<rope_int>& h) { squares[0] += squares_of(read(h), is_whole(chunk)); });
     }
     if (!own.warp || t.chunks > kWarp || (one.side == kV && t.pieces > 1)) {
       own.sum(squares);
@@ -60,27 +56,26 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<rope_int>& chunk, GroupThreads& 
     }
     scale = inverse_root(fma(A(squares[0]), A(t.per_channel[one.side]), A(a.norm_eps)));
   }
-  for_chunks(begin, end, [&](const Piece& h) {
-    const Side& side = p.sides[h.side];
+  for_chunks(begin, end, [&](const Place<rope_int>& h) {
+    const Side& side = a.sides[h.side];
     const bool norms = norm && side.norm, rotates = chunk.rotated && h.side != kV,
-               to_cell = h.side != kQ && p.has_cache;
-    if ((to_cell && token.block < 0) || !(chunk.rotated || norms || !t.in_place[h.side])) return;
+               to_cell = h.side != kQ && a.has_cache;
+    if ((to_cell && token.pad) || !(chunk.rotated || norms || !t.in_place[h.side])) return;
     auto x = read(h);
     const A divisor = side.format ? A(side.scale[h.head * side.scale_stride]) : A(1);
     token.arrive(rotates, h.head);
     auto numbers = numbers_of(x);
     if (norms) {
       for (A& number : numbers.of) number *= scale;
-      if (h.side != kV) numbers = product_of(numbers, weights_of<S>(a, h.side, chunk.after(h.first), h.head));
+      if (h.side != kV) numbers = product_of(numbers, weights_of<S>(a, h.side, chunk, h.head));
     }
     if (rotates) token.rotate(numbers);
     if (norms || rotates) {
       x = rounded<T, V>(numbers);
-      if (p.rounding != kOnce) numbers = numbers_of(x);
+      if (a.rounding != kOnce) numbers = numbers_of(x);
     }
     const auto write = [&]<typename E>(const Elements<E, V>& to_write) {
-      token.template heads<E>(side.out, side.out_strides, to_cell, side.head_dim - 1)
-          .write(h.head, chunk.after(h.first), to_write);
+      token.template heads<E>(side.out, side.out_strides, to_cell).write(h.head, chunk, to_write);
     };
     side.format ? write(quantised_to(side.format, numbers, divisor)) : write(x);
   });
@@ -95,7 +90,7 @@ __global__ void __launch_bounds__(norm ? kGroupThreads : kThreads, norm ? 1 : 5)
   wait_for_previous_kernel();
   const rope_int s = rope_int(blockIdx.x) * blockDim.z + threadIdx.z;
   if (s >= a.seq) return;
-  Chunk<rope_int> chunk;
+  Chunk<S::V, rope_int> chunk;
   GeneralToken<S> token(a, tiling, chunk, tiling.first_sequence + blockIdx.z, s);
   const rope_int *starts = tiling.starts, pieces = tiling.pieces;
   const bool all = norm && a.sides[kQ].norm == kAllHeads, whole_side = all && blockIdx.y != kV;
@@ -120,19 +115,13 @@ __global__ void __launch_bounds__(norm ? kGroupThreads : kThreads, norm ? 1 : 5)
 
 }  // namespace
 
-cudaError_t rotate_generally(const Args& a, const RotatePlan& plan, Queue queue) {
-  const auto start_sequences = [&](auto kernel) {
-    return for_sequences(plan.grid, [&](Dim3 grid, rope_int first) {
-      Tiling tiling = plan.tiling;
-      tiling.first_sequence = first;
-      return start(grid, plan.block, queue, kernel, a, tiling);
-    });
+cudaError_t rotate_generally(const Args& a, const Plan& plan, Queue queue) {
+  Tiling tiling = plan.tiling;
+  const auto start = [&](auto kernel) {
+    return start_sequences(plan, queue, tiling.first_sequence, kernel, a, tiling);
   };
-  if (takes_norm(a)) {
-    return with_shape(a, plan.tiling, [&](auto s) { return start_sequences(general_kernel<decltype(s), true>); });
-  }
-  return with_shape</*halves=*/true>(a, plan.tiling,
-                                     [&](auto s) { return start_sequences(general_kernel<decltype(s), false>); });
+  return takes_norm(a) ? with_shape(a, tiling, [&](auto s) { return start(general_kernel<decltype(s), true>); })
+                       : with_shape<true>(a, tiling, [&](auto s) { return start(general_kernel<decltype(s), false>); });
 }
 
 }  // namespace rope::cuda

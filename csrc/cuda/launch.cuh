@@ -31,24 +31,27 @@ cudaError_t with_shape(const Args& a, const Tiling& tiling, F&& f) {
 }
 
 template <typename... Parameters>
-cudaError_t start(Dim3 grid, Dim3 block, Queue queue, void (*kernel)(Parameters...),
+cudaError_t start(Size3 grid, Size3 block, Queue queue, void (*kernel)(Parameters...),
                   const std::type_identity_t<Parameters>&... args) {
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
-  const unsigned attributes = queue.dependent && rope_int(grid.x) * grid.y * grid.z <= kDependentBlocks;
-  const dim3 blocks(grid.x, grid.y, grid.z), threads(block.x, block.y, block.z);
-  const cudaLaunchConfig_t config{blocks, threads, 0, queue.stream, &dependent, attributes};
+  const unsigned attributes = queue.dependent && grid.x * grid.y * grid.z <= kDependentBlocks;
+  const auto dims = [](const Size3& s) { return dim3(unsigned(s.x), unsigned(s.y), unsigned(s.z)); };
+  const cudaLaunchConfig_t config{dims(grid), dims(block), 0, queue.stream, &dependent, attributes};
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Calls launch(grid, first_sequence) once for every 65535 sequences, because gridDim.z has that limit.
-template <typename F>
-cudaError_t for_sequences(Dim3 grid, F&& launch) {
-  rope_int first = 0;
-  for (rope_int left = grid.z; left > 0; left -= kMaxGrid, first += kMaxGrid) {
-    grid.z = unsigned(std::min(left, kMaxGrid));
-    if (const cudaError_t error = launch(grid, first)) return error;
+// Starts a kernel once for every 65535 sequences, because gridDim.z has that limit. first: which of the arguments is
+// the first sequence
+template <typename First, typename... Parameters>
+cudaError_t start_sequences(const Plan& plan, Queue queue, First& first, void (*kernel)(Parameters...),
+                            const std::type_identity_t<Parameters>&... args) {
+  Size3 grid = plan.grid;
+  for (rope_int done = 0; done < plan.grid.z; done += kMaxGrid) {
+    grid.z = std::min(plan.grid.z - done, kMaxGrid);
+    first = First(done);
+    if (const cudaError_t error = start(grid, plan.block, queue, kernel, args...)) return error;
   }
   return cudaSuccess;
 }

@@ -32,7 +32,7 @@ struct UsualPart : PartRange<int> {
   const UsualArgs& a = n.rotate;
   const int heads = a.ends[side] - (side == kQ ? 0 : a.ends[kQ]), chunks = a.chunks, heads_of_step = 2;
   const bool all_heads = a.all_heads;
-  const Chunk<int> chunk = chunk_of(a, min(int(threadIdx.x), chunks - 1));
+  const UsualChunk chunk = chunk_at(a, min(int(threadIdx.x), chunks - 1));
   const float per_channel = a.per_channel[side], eps = a.norm_eps;
 
   ROPE_FN explicit UsualPart(const UsualBackwardArgs& n) : PartRange{n.parts, n.tokens, n.rotate.seq}, n(n) {}
@@ -71,14 +71,14 @@ struct GeneralPart : PartRange<rope_int> {
   const rope_int heads = params.heads;
   const bool all_heads = params.norm == kAllHeads;
   const int chunks = t.chunks, heads_of_step = a.source == kTableByHead ? 1 : 2;
-  Chunk<rope_int> chunk = Chunk<rope_int>::of<V>(a, t, min(int(threadIdx.x), chunks - 1));
+  Chunk<V, rope_int> chunk = chunk_at<V>(a, t, min(int(threadIdx.x), chunks - 1));
   const A per_channel = A(t.per_channel[side]), eps = A(a.norm_eps);
 
   ROPE_FN GeneralPart(const Args& a, const Tiling& t) : PartRange{t.parts, a.batch * a.seq, a.seq}, a(a), t(t) {}
-  ROPE_FN void go(int to) { chunk = Chunk<rope_int>::of<V>(a, t, to); }
+  ROPE_FN void go(int to) { chunk = chunk_at<V>(a, t, to); }
   ROPE_FN GeneralToken<S> token(rope_int b, rope_int s) const { return {a, t, chunk, b, s}; }
   ROPE_FN double& sum_of(double* sums, rope_int head, int i) const {
-    return sums_of(sums)[(all_heads ? head * params.head_dim : 0) + chunk.template channel<V>(i)];
+    return sums_of(sums)[(all_heads ? head * params.head_dim : 0) + channel_of(chunk, i)];
   }
   ROPE_FN Numbers<A, V> weights(rope_int head) const { return weights_of<S>(a, side, chunk, head); }
   ROPE_FN void read(const GeneralToken<S>& token, rope_int head, Elements<T, V>& g, Elements<T, V>& x) const {
@@ -127,8 +127,8 @@ ROPE_FN void take_heads(const P& part, double* sums) {
       auto back = numbers_of(g);  // g in the formulas of ../args.h
       if (part.chunk.rotated) token.rotate(back);
       const auto numbers = numbers_of(x);
-      A products[2] = {dot(numbers, numbers, part.chunk.whole()),
-                       dot(back, product_of(numbers, weights), part.chunk.whole())};
+      A products[2] = {dot(numbers, numbers, is_whole(part.chunk)),
+                       dot(back, product_of(numbers, weights), is_whole(part.chunk))};
       for (A& product : products) product = active ? product : A(0);
       sum_over_lanes(products);
       if (active && inside && head < part.heads) {
@@ -147,7 +147,7 @@ ROPE_FN void take_heads(const P& part, double* sums) {
   __syncthreads();
   if (!active) return;
   for (int i = int(threadIdx.y); i < 2 * V; i += int(blockDim.y)) {
-    if (i >= V && !part.chunk.whole()) break;
+    if (i >= V && !is_whole(part.chunk)) break;
     double sum = 0.0;
     for (int team = 0; team < int(blockDim.y); team++) sum += totals[i][team * lanes + lane];
     part.sum_of(sums, 0, i) = sum;
@@ -182,7 +182,7 @@ ROPE_FN void take_groups(P& part, double* sums) {
   };
   const auto write_totals = [&](I head, int j) {
     for (int i = 0; i < 2 * V; i++) {
-      if (i < V || part.chunk.whole()) part.sum_of(sums, head, i) = totals[j][i];
+      if (i < V || is_whole(part.chunk)) part.sum_of(sums, head, i) = totals[j][i];
     }
   };
   if (!held) for_chunks(0, write_totals);
@@ -203,8 +203,8 @@ ROPE_FN void take_groups(P& part, double* sums) {
       double products[2] = {0.0, 0.0};
       for_chunks(first, [&](I head, int j) {
         const auto back = rotated_back(head, j), numbers = numbers_of(x[j]);
-        products[0] += double(dot(numbers, numbers, part.chunk.whole()));
-        products[1] += double(dot(back, product_of(numbers, part.weights(head)), part.chunk.whole()));
+        products[0] += double(dot(numbers, numbers, is_whole(part.chunk)));
+        products[1] += double(dot(back, product_of(numbers, part.weights(head)), is_whole(part.chunk)));
       });
       own.sum(products);
       const A scale = inverse_root(fma(A(products[0]), part.per_channel, part.eps));
@@ -214,7 +214,7 @@ ROPE_FN void take_groups(P& part, double* sums) {
         const A mean = A(products[1]) * part.per_channel;
         part.write(token, head, gradient(numbers_of(x[j]), back, part.weights(head), scale, mean, terms));
         for (int i = 0; i < 2 * V; i++) {
-          if (i < V || part.chunk.whole()) (held ? totals[j][i] : part.sum_of(sums, head, i)) += double(terms.of[i]);
+          if (i < V || is_whole(part.chunk)) (held ? totals[j][i] : part.sum_of(sums, head, i)) += double(terms.of[i]);
         }
       });
     }
@@ -240,30 +240,23 @@ __global__ void __launch_bounds__(std::is_same_v<typename K::T, __nv_bfloat16> ?
 }
 template <typename K>
 __global__ void __launch_bounds__(kBackwardGroupThreads, 1)
-    general_backward_kernel(const __grid_constant__ Args a, const __grid_constant__ Tiling tiling,
-                            double* sums) {
+    general_backward_kernel(const __grid_constant__ Args a, const __grid_constant__ Tiling tiling, double* sums) {
   wait_for_previous_kernel();
   GeneralPart<K> part(a, tiling);
   part.all_heads || part.chunks > kWarp ? take_groups<K, 0>(part, sums) : take_heads<K>(part, sums);
   let_next_kernel_begin();
 }
 
-// The sums of the parts, and where the gradients go.
-struct Totals {
-  Parts parts[2];
-  const double* sums;
-  void* gradients[2];
-  DType dtypes[2];
-};
-
 // Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;
 // blockIdx.y is the side.
-__global__ void __launch_bounds__(kSumChannels* kSumTeams) sum_parts_kernel(const __grid_constant__ Totals t) {
+__global__ void __launch_bounds__(kSumChannels* kSumTeams)
+    sum_parts_kernel(const __grid_constant__ Parts q, const __grid_constant__ Parts k, const double* sums, void* q_grad,
+                     void* k_grad, DType q_dtype, DType k_dtype) {
   __shared__ double of_teams[kSumTeams][kSumChannels];
   wait_for_previous_kernel();
   const int side = int(blockIdx.y), team = int(threadIdx.y);
-  const Parts &q = t.parts[kQ], &parts = t.parts[side];
-  const double* const sums = t.sums + (side == kQ ? 0 : q.count * q.channels);
+  const Parts& parts = side == kQ ? q : k;
+  if (side == kK) sums += q.count * q.channels;
   const rope_int channel = rope_int(blockIdx.x) * kSumChannels + threadIdx.x;
   double sum = 0.0;
   if (channel < parts.channels) {
@@ -274,8 +267,10 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams) sum_parts_kernel(cons
   __syncthreads();
   if (team != 0 || channel >= parts.channels) return;
   for (int other = 1; other < kSumTeams; other++) sum += of_teams[other][threadIdx.x];
-  const auto store = [&](auto tag) { round_to(sum, static_cast<decltype(tag)*>(t.gradients[side])[channel]); };
-  const DType dtype = t.dtypes[side];
+  const auto store = [&](auto tag) {
+    round_to(sum, static_cast<decltype(tag)*>(side == kQ ? q_grad : k_grad)[channel]);
+  };
+  const DType dtype = side == kQ ? q_dtype : k_dtype;
   dtype == DType::kHalf       ? store(__half())
   : dtype == DType::kBFloat16 ? store(__nv_bfloat16())
   : dtype == DType::kFloat    ? store(float())
@@ -285,14 +280,13 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams) sum_parts_kernel(cons
 
 }  // namespace
 
-cudaError_t norm_backward(const Args& a, const BackwardPlan& plan, double* sums,
-                          void* const (&weight_grad)[2], Queue queue) {
+cudaError_t norm_backward(const Args& a, const Plan& plan, double* sums, void* const (&weight_grad)[2], Queue queue) {
   const auto start_parts = [&](auto shape) {
     using S = decltype(shape);
     if constexpr (S::usual) {
       using K = Usual<S, kAnySource | kNorm>;
       const auto kernel = plan.by_block ? groups_backward_kernel<K> : heads_backward_kernel<K>;
-      if (plan.usual) return start(plan.grid, plan.block, queue, kernel, *plan.usual, sums);
+      if (!plan.general) return start(plan.grid, plan.block, queue, kernel, pack_backward(a, plan.tiling), sums);
     }
     return start(plan.grid, plan.block, queue, general_backward_kernel<S>, a, plan.tiling, sums);
   };
@@ -302,9 +296,8 @@ cudaError_t norm_backward(const Args& a, const BackwardPlan& plan, double* sums,
   const Parts &q = plan.tiling.parts[kQ], &k = plan.tiling.parts[kK];
   const rope_int blocks = ceil_div(std::max(q.channels, k.channels), kSumChannels);
   if (blocks == 0) return cudaSuccess;
-  const DType dtypes[2] = {a.sides[kQ].weight_dtype, a.sides[kK].weight_dtype};
-  const Totals totals{{q, k}, sums, {weight_grad[kQ], weight_grad[kK]}, {dtypes[kQ], dtypes[kK]}};
-  return start({blocks, 2, 1}, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, totals);
+  return start({blocks, 2, 1}, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, q, k, sums, weight_grad[kQ],
+               weight_grad[kK], a.sides[kQ].weight_dtype, a.sides[kK].weight_dtype);
 }
 
 }  // namespace rope::cuda

@@ -25,26 +25,22 @@ struct UsualBackwardArgs {
   int tokens;
 };
 
-using BackwardPlan = PlanOf<UsualBackwardArgs>;
-
-inline std::optional<UsualBackwardArgs> usual_backward_args(const Args& a, const Plan& plan) {
-  Args before = a;
-  for (Side& side : before.sides) {
-    side.in = side.before;
-    std::copy(side.before_strides, side.before_strides + 4, side.in_strides);
+inline UsualBackwardArgs pack_backward(const Args& a, const Tiling& t) {
+  UsualBackwardArgs n{pack(a, t), {}, {t.parts[kQ], t.parts[kK]}, int(a.seq * a.batch)};
+  for (int i = kQ; i <= kK; i++) {
+    const Side& side = a.sides[i];
+    n.x[i].in = side.before;
+    for (int d = 0; d < 3; d++) n.x[i].in_strides[d] = int(stride_of(a, t, i, side.before_strides, false, d));
   }
-  const auto rotate = usual_args(a, plan), x = usual_args(before, plan);
-  if (!rotate || !x) return std::nullopt;
-  const Parts(&parts)[2] = plan.tiling.parts;
-  return UsualBackwardArgs{*rotate, {x->sides[kQ], x->sides[kK]}, {parts[kQ], parts[kK]}, int(a.seq * a.batch)};
+  return n;
 }
 
-inline BackwardPlan plan_norm_backward(const Args& a) {
+inline Plan plan_norm_backward(const Args& a) {
   const Side &q = a.sides[kQ], &k = a.sides[kK];
-  BackwardPlan plan{plan_head(a, true), {}};
+  Plan plan = plan_head(a, true);
   Tiling& t = plan.tiling;
   const bool all_heads = q.norm == kAllHeads, by_team = !plan.by_block && t.chunks <= kWarp;
-  // A wide head that no usual kernel takes has a wara.
+  // A wide head that no usual kernel takes has a warp.
   const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = by_team ? kThreads / x : 1;
   const rope_int heads = by_team && a.source != kTableByHead ? 2 : 1;  // whose terms a team adds up in one step
   const rope_int tokens = a.batch * a.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
@@ -63,9 +59,9 @@ inline BackwardPlan plan_norm_backward(const Args& a) {
     }
     plan.sums += parts.count * parts.channels;
   }
-  plan.block = plan.by_block ? group_block(a, t, kBackwardGroupThreads) : Dim3{x, teams, 1};
+  plan.block = plan.by_block ? group_block(a, t, kBackwardGroupThreads) : Size3{x, teams, 1};
   plan.grid = {t.parts[kQ].count + t.parts[kK].count, 1, 1};
-  plan.usual = usual_backward_args(a, plan);
+  plan.general = why_general(a, plan);
   return plan;
 }
 

@@ -1,4 +1,4 @@
-// The launch plan of a rotation: the arguments of a usual kernel, if one takes the call, and how the heads are divided.
+// The launch plan of a rotation: whether a usual kernel takes the call, its arguments, and how the heads are divided.
 //
 // A thread block has up to three axes: x over the chunks of a head, y over heads, z over tokens. The x threads with the
 // same y and z are a team: they share one head of one token, a chunk for each thread. The heads of q, k and v are
@@ -6,9 +6,11 @@
 // of the batch: team y of share j takes the heads j * block.y + y, and then every (grid.y * block.y)-th one.
 #pragma once
 
+#include <array>
 #include <bit>
+#include <utility>
 
-#include "plan.h"
+#include "tiling.h"
 
 namespace rope::cuda {
 
@@ -64,116 +66,174 @@ struct UsualArgs {
 };
 static_assert(sizeof(UsualArgs) <= 48 + 4 * 64, "the first line of a kernel's arguments has 48 bytes of them");
 
-using RotatePlan = PlanOf<UsualArgs>;
+// ---- which calls are usual ----
 
-// Returns the arguments of the usual kernel that takes a call, if there is one.
-inline std::optional<UsualArgs> usual_args(const Args& a, const Plan& plan) {
-  const Args& p = a;
-  const Tiling& t = plan.tiling;
-  const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
-  const bool frequencies = p.source == kInvFreq;
-  const int size = size_of(a.x_dtype), most = takes_norm(p) ? kWarp : kThreads;
-  // The channels that a thread has of a group, or of all heads of v, which do not count in the thread block.
-  const bool all_heads = q.norm == kAllHeads, by_head = p.source == kTableByHead;
-  const rope_int heads = all_heads ? std::max({q.heads, k.heads, v.heads}) : 1;
-  const rope_int held = plan.by_block ? ceil_div(heads, plan.block.y) * 2 * t.vector : 0;
-  const auto dense = [&](const Side& s) { return s.heads == 0 || s.out_strides[0] == p.block_size * s.out_strides[1]; };
-  const bool one_block = p.blocks <= 1 || (p.block_size > 1 && dense(k) && dense(v));
-  const PositionRange range = position_range(p);
-  bool fits = has_usual_kernels(size, t.vector) && t.vectors && (v.heads == 0 || v.head_dim == q.head_dim) &&
-              (plan.by_block ? t.chunks <= int(plan.block.x) && held <= kHeldChannels && !(all_heads && v.norm) &&
-                                   q.heads + k.heads + v.heads <= kMaxGrid
-                             : t.chunks <= most && !by_head) &&
-              (p.rounding == kOnce || !(p.has_cache || frequencies)) &&
-              (!p.has_slots || one_block || p.block_size == power_of_two(p.block_size)) &&
-              (!range.limited || (range.last >= 0 && range.last < INT32_MAX)) && p.offset == int(p.offset) &&
-              (frequencies ? p.inv_freq_strides[1] == 1 && p.inv_freq_strides[0] % 4 == 0 && begins_vector(a.inv_freq)
-                           : t.table_vectors && std::equal(p.cos_strides, p.cos_strides + 3, p.sin_strides));
-  // Returns a number, which must fit in 31 bits.
-  const auto narrow = [&](rope_int number) {
-    fits = fits && number >= 0 && number <= INT32_MAX;
-    return int(number);
-  };
-  UsualArgs u{frequencies ? a.inv_freq : a.cos, a.sin, a.positions, narrow(p.seq)};
-  narrow(2 * p.seq * p.batch);  // the kernel counts past the last token
-  for (int d = 0; d < 2; d++) {
-    u.position_strides[d] = narrow(p.position_strides[d]), u.slot_strides[d] = narrow(p.slot_strides[d]);
-    u.table_strides[d] = narrow(!frequencies ? p.cos_strides[d] : d ? p.inv_freq_strides[0] : 0);
+// Returns whether slots lead to cells as if the caches had one block.
+inline bool is_one_block(const Args& a) {
+  const auto dense = [&](const Side& s) { return s.heads == 0 || s.out_strides[0] == a.block_size * s.out_strides[1]; };
+  return a.blocks <= 1 || (a.block_size > 1 && dense(a.sides[kK]) && dense(a.sides[kV]));
+}
+
+// Returns stride d of a tensor of a side, in vectors: that of batch, token or head, or of the blocks, cells or heads of
+// a cache. It is 0 for a dimension of one element.
+inline rope_int stride_of(const Args& a, const Tiling& t, int side, const rope_int* strides, bool is_result, int d) {
+  const bool cache = is_result && side != kQ && a.has_cache;
+  const rope_int sizes[3] = {cache ? a.blocks : a.batch, cache ? a.block_size : a.seq, a.sides[side].heads};
+  return sizes[d] == 1 ? 0 : strides[d] / t.vector;
+}
+
+// Returns whether a number that a usual kernel holds in 31 bits does not fit there. An OR of numbers is negative or too
+// large if one of them is.
+inline bool passes_31_bits(const Args& a, const Tiling& t) {
+  rope_int numbers = 2 * a.seq * a.batch | a.blocks * a.block_size;  // the kernel counts past the last token
+  for (int d = 0; d < 2; d++) numbers |= a.position_strides[d] | a.slot_strides[d];
+  if (a.source == kInvFreq) numbers |= a.inv_freq_strides[0];
+  for (int d = 0; d < 3 && a.source != kInvFreq; d++) numbers |= a.cos_strides[d];
+  rope_int heads = 0;
+  for (int i = 0; i < kSides; i++) {
+    const Side& side = a.sides[i];
+    if (side.heads == 0) continue;
+    rope_int largest = 0;
+    for (int d = 0; d < 3; d++) {
+      largest = std::max(stride_of(a, t, i, side.in_strides, false, d), stride_of(a, t, i, side.out_strides, true, d));
+      if (side.before) largest = std::max(largest, stride_of(a, t, i, side.before_strides, false, d));
+      numbers |= largest;
+    }
+    heads += side.heads;
+    numbers |= heads | (side.heads * largest + t.chunks);  // largest: of heads; the sum is that of offsets in a token
+    if (i != kV && side.norm) numbers |= side.heads * side.weight_strides[0];
   }
-  u.offset = int(p.offset), u.allowed = range.limited ? unsigned(range.last) + 1 : 0;
+  return numbers < 0 || numbers > INT32_MAX || a.offset != int(a.offset);
+}
+
+// Returns the rules by which no usual kernel takes a call: whether each holds, and its words. docs/cuda.md quotes them.
+inline std::array<std::pair<bool, const char*>, 16> general_rules(const Args& a, const Plan& plan) {
+  const Side &q = a.sides[kQ], &k = a.sides[kK], &v = a.sides[kV];
+  const Tiling& t = plan.tiling;
+  const int size = size_of(a.x_dtype);
+  const bool all_heads = q.norm == kAllHeads, frequencies = a.source == kInvFreq;
+  const rope_int heads = q.heads + k.heads + v.heads, most = std::max({q.heads, k.heads, v.heads});
+  const rope_int held = plan.by_block ? ceil_div(all_heads ? most : 1, plan.block.y) * 2 * t.vector : 0;
+  const bool one_size = is_one_block(a) || std::has_single_bit(rope_uint(a.block_size));
+  const bool like_sin = std::equal(a.cos_strides, a.cos_strides + 3, a.sin_strides);
+  const bool in_run = a.inv_freq_strides[1] == 1 && a.inv_freq_strides[0] % 4 == 0 && begins_vector(a.inv_freq);
+  bool in_bytes = false, scales_apart = false, weights_apart = false;
+  for (const Side& side : a.sides) {
+    if (side.heads == 0) continue;
+    in_bytes |= side.format != kUnquantised, scales_apart |= side.scale_stride > 1;
+    if (&side == &v || side.norm == kNoNorm) continue;
+    const auto& [head, channel] = side.weight_strides;
+    weights_apart |= channel != 1 || head % t.vector != 0 || !begins_vector(side.weight) ||
+                     head != q.weight_strides[0] || side.weight_dtype != q.weight_dtype;
+  }
+  return {{
+      {!has_usual_kernels(size, t.vector) || !t.vectors, "x is float64, or is not accessed in 16 bytes"},
+      {v.heads && v.head_dim != q.head_dim, "v has another head_dim than k"},
+      {plan.by_block && (t.chunks > plan.block.x || held > kHeldChannels), "a thread block cannot hold a group"},
+      {all_heads && v.norm, "the norm is over all heads, and v has a norm too"},
+      {plan.by_block && heads > kMaxGrid, "thread blocks take more than 65,535 heads of a token"},
+      {!plan.by_block && a.source == kTableByHead, "tables are by head, but thread blocks take no groups"},
+      {!frequencies && !t.table_vectors, "the rows of cos and sin are not aligned to 16 bytes"},
+      {!frequencies && !like_sin, "cos and sin have other strides than each other"},
+      {frequencies && !in_run, "the frequencies are not adjacent, or not aligned to 16 bytes"},
+      {a.rounding != kOnce && (a.has_cache || frequencies), "eager_rounding is used with frequencies or with a cache"},
+      {a.has_slots && !one_size, "the blocks of a cache are neither adjacent nor of 2^n cells"},
+      {t.positions.limited && rope_uint(t.positions.last) >= INT32_MAX, "no position is allowed, or 2^31 of them"},
+      {in_bytes && size != 2, "results are in 8 bits, and x is float32"},
+      {scales_apart, "the scales of a side are not adjacent"},
+      {weights_apart, "the weights of q and k are not adjacent, not aligned to 16 bytes, or of two dtypes or strides"},
+      {passes_31_bits(a, t), "offset, a size or a stride does not fit in 31 bits"},
+  }};
+}
+
+// Returns the words of the first rule that holds, or null: then a usual kernel takes the call.
+inline const char* why_general(const Args& a, const Plan& plan) {
+  for (const auto& [holds, words] : general_rules(a, plan)) {
+    if (holds) return words;
+  }
+  return nullptr;
+}
+
+// ---- the arguments of usual kernels ----
+
+// Returns the arguments of the usual kernel that takes a call.
+inline UsualArgs pack(const Args& a, const Tiling& t) {
+  const Side& q = a.sides[kQ];
+  const bool frequencies = a.source == kInvFreq, by_head = a.source == kTableByHead;
+  UsualArgs u{frequencies ? a.inv_freq : a.cos, a.sin, a.positions, int(a.seq)};
+  for (int d = 0; d < 2; d++) {
+    u.position_strides[d] = int(a.position_strides[d]), u.slot_strides[d] = int(a.slot_strides[d]);
+    u.table_strides[d] = int(!frequencies ? a.cos_strides[d] : d ? a.inv_freq_strides[0] : 0);
+  }
+  u.offset = int(a.offset), u.allowed = t.positions.limited ? unsigned(t.positions.last) + 1 : 0;
   u.wide_positions = a.wide_positions, u.wide_slots = a.wide_slots;
   u.wide_angles = frequencies ? a.inv_freq_dtype == DType::kDouble : a.table_dtype == DType::kFloat;
-  u.same_position = !p.has_positions && p.position_strides[1] == 0;
-  u.by_token = p.source == kTableByToken || by_head, u.split = p.split_inv_freq, u.frequencies = frequencies;
-  u.inverse = p.inverse, u.narrow = p.rounding == kEachNarrow, u.has_cache = p.has_cache;
-  u.chunks = t.chunks, u.half = t.rotated, u.start = int(p.rotary_start) / t.vector;
-  u.others = int(q.head_dim - p.rotary_dim) / t.vector;
-  u.factor_hi = p.factor_hi, u.factor_lo = p.factor_lo;
+  u.same_position = !a.has_positions && a.position_strides[1] == 0;
+  u.by_token = a.source == kTableByToken || by_head, u.split = a.split_inv_freq, u.frequencies = frequencies;
+  u.inverse = a.inverse, u.narrow = a.rounding == kEachNarrow, u.has_cache = a.has_cache;
+  u.chunks = t.chunks, u.half = t.rotated, u.start = int(a.rotary_start) / t.vector;
+  u.others = int(q.head_dim - a.rotary_dim) / t.vector;
+  u.factor_hi = a.factor_hi, u.factor_lo = a.factor_lo;
   for (int i = 0; i < kSides; i++) {
-    const Side& side = p.sides[i];
-    u.ends[i] = narrow((i == kQ ? 0 : u.ends[i - 1]) + side.heads);
+    const Side& side = a.sides[i];
+    u.ends[i] = (i == kQ ? 0 : u.ends[i - 1]) + int(side.heads);
     if (side.heads == 0) continue;
-    const bool cache = i != kQ && p.has_cache;
-    const rope_int in[3] = {p.batch, p.seq, side.heads};
-    const rope_int out[3] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, side.heads};
-    const auto stride = [&](rope_int stride, rope_int n) { return n == 1 ? 0 : narrow(stride / t.vector); };
     UsualSide& s = u.sides[i] = {side.in, side.out};
-    for (int d = 0; d < 3; d++)
-      s.in_strides[d] = stride(side.in_strides[d], in[d]), s.out_strides[d] = stride(side.out_strides[d], out[d]);
-    narrow(side.heads * std::max(s.in_strides[2], s.out_strides[2]) + t.chunks);  // the offsets in a token
+    for (int d = 0; d < 3; d++) {
+      s.in_strides[d] = int(stride_of(a, t, i, side.in_strides, false, d));
+      s.out_strides[d] = int(stride_of(a, t, i, side.out_strides, true, d));
+    }
     u.norms |= unsigned(side.norm != kNoNorm) << i, u.scale_by_head |= unsigned(side.scale_stride != 0) << i;
     u.formats |= unsigned(side.format) << 2 * i, u.scales[i] = side.scale;
-    fits = fits && (side.format == kUnquantised || size == 2) && side.scale_stride <= 1;
     if (i == kV || side.norm == kNoNorm) continue;
     u.weights[i] = side.weight, u.wide_weights = side.weight_dtype == DType::kFloat;
-    u.weight_stride = narrow(side.weight_strides[0] / t.vector);
-    narrow(side.heads * side.weight_strides[0]);
-    fits = fits && side.weight_strides[0] % t.vector == 0 && side.weight_strides[1] == 1 && begins_vector(side.weight) &&
-           side.weight_dtype == a.sides[kQ].weight_dtype && side.weight_strides[0] == q.weight_strides[0];
+    u.weight_stride = int(side.weight_strides[0] / t.vector);
   }
-  u.all_heads = all_heads, u.table_head_stride = by_head ? narrow(p.cos_strides[2]) : 0;
-  u.norm_eps = p.narrow_eps, u.per_channel[kQ] = float(t.per_channel[kQ]), u.per_channel[kK] = float(t.per_channel[kK]);
-  u.slots = a.slots, u.cells = unsigned(narrow(p.blocks * p.block_size));
-  u.block_shift = one_block ? 31 : std::countr_zero(uint64_t(p.block_size));
+  u.all_heads = q.norm == kAllHeads, u.table_head_stride = by_head ? int(a.cos_strides[2]) : 0;
+  u.norm_eps = a.narrow_eps, u.per_channel[kQ] = float(t.per_channel[kQ]), u.per_channel[kK] = float(t.per_channel[kK]);
+  u.slots = a.slots, u.cells = unsigned(a.blocks * a.block_size);
+  u.block_shift = is_one_block(a) ? 31 : std::countr_zero(uint64_t(a.block_size));
   u.kept = t.in_place[kQ] ? u.ends[kQ] : 0;
-  return fits ? std::optional(u) : std::nullopt;
+  return u;
 }
+
+// ---- the plan ----
 
 // Returns the plan of a rotation, with or without a norm. Neighbouring teams access neighbouring memory: different
 // heads of a token if those are adjacent ([batch, seq, heads, head_dim]), else different tokens ([batch, heads, seq,
 // head_dim]).
-inline RotatePlan plan_rotate(const Args& a, int processors) {
-  const Args& p = a;
-  const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
-  const bool norm = takes_norm(p);
-  RotatePlan plan{plan_head(a, norm), {}};
+inline Plan plan_rotate(const Args& a, int processors) {
+  const Side &q = a.sides[kQ], &k = a.sides[kK], &v = a.sides[kV];
+  const bool norm = takes_norm(a);
+  Plan plan = plan_head(a, norm);
   Tiling& t = plan.tiling;
   if (q.heads + k.heads + v.heads == 0 || t.chunks == 0) return plan;  // an empty grid
   // A v with another head_dim is cut into pieces of k's, of which the last one may be short.
   t.pieces = ceil_div(v.head_dim, q.head_dim);
-  for (int i = 0; i < kSides; i++) t.starts[i + 1] = t.starts[i] + p.sides[i].heads * (i == kV ? t.pieces : 1);
+  for (int i = 0; i < kSides; i++) t.starts[i + 1] = t.starts[i] + a.sides[i].heads * (i == kV ? t.pieces : 1);
   const rope_int heads = t.starts[kSides], chunks = std::min<rope_int>(t.chunks, kThreads);
-  if (plan.by_block) plan.block = group_block(p, t, kGroupThreads);
-  plan.usual = usual_args(a, plan);
+  if (plan.by_block) plan.block = group_block(a, t, kGroupThreads);
+  plan.general = why_general(a, plan);
   if (plan.by_block) {
     const rope_int sides = v.heads ? 3 : 2, groups = q.norm == kAllHeads ? sides : q.heads + k.heads + v.heads;
-    plan.grid = {p.seq, std::min(groups, kMaxGrid), p.batch};
+    plan.grid = {a.seq, std::min(groups, kMaxGrid), a.batch};
     return plan;
   }
   // The threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
-  const rope_int x = !norm ? chunks : plan.usual ? power_of_two(chunks) : kWarp, teams = kThreads / x;
-  const bool frequencies = p.source == kInvFreq;
+  const rope_int x = !norm ? chunks : plan.general ? kWarp : power_of_two(chunks), teams = kThreads / x;
+  const bool frequencies = a.source == kInvFreq;
   const rope_int filling = rope_int(processors) * kFilling / (frequencies ? kHeadsOfAngles : 1);
-  const rope_int each = frequencies && p.seq * p.batch >= filling ? kHeadsOfAngles : 1;  // heads that a team takes
-  const rope_int most = p.seq > 1 && q.in_strides[2] > q.in_strides[1] ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
+  const rope_int each = frequencies && a.seq * a.batch >= filling ? kHeadsOfAngles : 1;  // heads that a team takes
+  const rope_int most =
+      a.seq > 1 && q.in_strides[2] > q.in_strides[1] ? teams / std::min({a.seq, teams, kMaxBlockZ}) : teams;
   // The teams over heads are a power of two, so that whole warps sum norms. At most one in five has no head.
   rope_int y = power_of_two(std::min(most, std::max<rope_int>(heads / each, 1)) + 1) / 2;
   while (y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads) y /= 2;
-  const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : p.seq}), runs = ceil_div(p.seq, z);
+  const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : a.seq}), runs = ceil_div(a.seq, z);
   const rope_int steps = std::max<rope_int>(ceil_div(heads, y), 1);  // of one thread block that takes all heads
-  const rope_int of_share = std::clamp<rope_int>(steps * runs * p.batch / filling, 1, kMostHeads);
+  const rope_int of_share = std::clamp<rope_int>(steps * runs * a.batch / filling, 1, kMostHeads);
   plan.block = {x, y, z};
-  plan.grid = {runs, std::min(ceil_div(steps, of_share), kMaxGrid), p.batch};
+  plan.grid = {runs, std::min(ceil_div(steps, of_share), kMaxGrid), a.batch};
   return plan;
 }
 

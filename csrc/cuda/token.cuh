@@ -16,6 +16,13 @@ struct Shape {
   static constexpr bool interleaved = interleaved_pairs;
 };
 
+// The place of a head of the list of heads, see rotate_plan.h.
+template <typename I>
+struct Place {
+  int side;
+  I head, first;  // of the head in its side; its first channel, which is not 0 in the later pieces of a v
+};
+
 // Waits until the previous kernel of the stream has ended. Every kernel calls this before it loads or stores anything,
 // because a dependent launch lets it begin before the previous kernel has ended.
 ROPE_FN void wait_for_previous_kernel() {

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   int h = int(blockIdx.y * blockDim.y + threadIdx.y);  // in the list of heads
   const int heads = a.ends[K::cache ? kV : kK];
   // All lanes of a warp take part in the sums of norms, also those past the last token, head or chunk.
-  const auto chunk = chunk_of(a, K::norm ? min(int(threadIdx.x), a.chunks - 1) : int(threadIdx.x));
+  const auto chunk = chunk_at(a, K::norm ? min(int(threadIdx.x), a.chunks - 1) : int(threadIdx.x));
   while (K::cache && !K::norm && !chunk.rotated && h < a.kept) h += int(gridDim.y * blockDim.y);
   if (!K::norm && (s >= a.seq || h >= heads)) return;
   UsualToken<K> token(a, chunk, b, K::norm ? min(s, a.seq - 1) : s);
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   Weights<typename K::T, K::V> weights;
   int weights_of = -1;
   const auto read_head = [&] {
-    const Place place = place_of<K>(a, h);
+    const Place<int> place = place_of<K>(a, h);
     head.read(token, place, !K::norm || (s < a.seq && int(threadIdx.x) < a.chunks && h < heads));
     if (!head.normalises(a) || place.side == weights_of || place.side == kV) return;
     weights_of = place.side;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   for (;;) {
     float squares[1] = {0.0f};
     if (K::norm) {
-      squares[0] = squares_of(head.x, chunk.whole());
+      squares[0] = squares_of(head.x, is_whole(chunk));
       sum_over_lanes(squares);
     }
     head.write(token, squares[0], weights);
@@ -48,9 +48,10 @@ template <typename K>
 __global__ void __launch_bounds__(kGroupThreads) group_kernel(const __grid_constant__ UsualArgs a) {
   constexpr int held = kHeldChannels / (2 * K::V);  // heads of a thread
   wait_for_previous_kernel();
-  const auto chunk = chunk_of(a, min(int(threadIdx.x), a.chunks - 1));
+  const auto chunk = chunk_at(a, min(int(threadIdx.x), a.chunks - 1));
   UsualToken<K> token(a, chunk, a.first_sequence + int(blockIdx.z), int(blockIdx.x));
-  const auto [side, first] = a.all_heads ? Place{int(blockIdx.y), 0} : place_of<K>(a, int(blockIdx.y));
+  const auto place = a.all_heads ? Place<int>{int(blockIdx.y), 0, 0} : place_of<K>(a, int(blockIdx.y));
+  const int side = place.side, first = place.head;
   const int end = a.all_heads ? a.ends[side] - (side == kQ ? 0 : a.ends[side - 1]) : first + 1;
   if (first == end) return;
   UsualHead<K> heads[held];
@@ -58,14 +59,14 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(const __grid_const
 #pragma unroll
   for (int j = 0; j < held; j++) {
     const int head = first + int(threadIdx.y + j * blockDim.y), near = min(head, end - 1);
-    heads[j].read(token, {side, near}, int(threadIdx.x) < a.chunks && head < end);
+    heads[j].read(token, {side, near, 0}, int(threadIdx.x) < a.chunks && head < end);
     if (side != kV && heads[j].normalises(a)) weights[j].read(a, side, chunk, near);
   }
   const bool rotates = chunk.rotated && side != kV;
   token.arrive(rotates, heads[0].head);
   double squares[1] = {0.0};
   if (heads[0].normalises(a)) {  // as all threads of the thread block do
-    for (const auto& head : heads) squares[0] += double(squares_of(head.x, chunk.whole()));
+    for (const auto& head : heads) squares[0] += double(squares_of(head.x, is_whole(chunk)));
     GroupThreads{false}.sum(squares);
   }
 #pragma unroll
@@ -78,18 +79,14 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(const __grid_const
 
 // Starts the kernel for the features of a call, which is one of those that are compiled.
 template <typename Shape, int... compiled>
-cudaError_t start_usual(int features, const RotatePlan& plan, Queue queue) {
+cudaError_t start_usual(int features, const Plan& plan, UsualArgs& args, Queue queue) {
   cudaError_t error = cudaErrorInvalidValue;
   const auto start_if = [&](auto of) {
     if (of() != features) return;
     using K = Usual<Shape, of()>;
     auto kernel = usual_kernel<K>;
     if constexpr (K::norm) kernel = plan.by_block ? group_kernel<K> : kernel;
-    error = for_sequences(plan.grid, [&](Dim3 grid, rope_int first) {
-      UsualArgs args = *plan.usual;
-      args.first_sequence = int(first);
-      return start(grid, plan.block, queue, kernel, args);
-    });
+    error = start_sequences(plan, queue, args.first_sequence, kernel, args);
   };
   (start_if(std::integral_constant<int, compiled>()), ...);
   return error;
@@ -104,18 +101,18 @@ cudaError_t architecture(int& found) {
   return error;
 }
 
-cudaError_t rotate_usually(const Args& a, const RotatePlan& plan, Queue queue) {
+cudaError_t rotate_usually(const Args& a, const Plan& plan, Queue queue) {
   constexpr int F = kFrequencies, C = kCache, CN = kCache | kNorm, B = kBytes;
-  const Args& p = a;
-  const int norm = takes_norm(p), bytes = plan.usual->formats != 0;
-  const int features = F * (p.source == kInvFreq) | C * (norm || p.has_cache) | kNorm * norm | B * bytes |
-                       kEager * (p.rounding != kOnce);
+  UsualArgs args = pack(a, plan.tiling);
+  const int norm = takes_norm(a), bytes = args.formats != 0;
+  const int features = F * (a.source == kInvFreq) | C * (norm || a.has_cache) | kNorm * norm | B * bytes |
+                       kEager * (a.rounding != kOnce);
   return with_shape(a, plan.tiling, [&](auto shape) {
     using S = decltype(shape);
     if constexpr (S::usual && sizeof(typename S::T) == 2) {
-      if (bytes) return start_usual<S, C | B, C | B | F, CN | B, CN | B | F>(features, plan, queue);
+      if (bytes) return start_usual<S, C | B, C | B | F, CN | B, CN | B | F>(features, plan, args, queue);
     }
-    if constexpr (S::usual) return start_usual<S, 0, F, C, C | F, CN, CN | F, kEager>(features, plan, queue);
+    if constexpr (S::usual) return start_usual<S, 0, F, C, C | F, CN, CN | F, kEager>(features, plan, args, queue);
     return cudaErrorInvalidValue;  // such a call is not usual
   });
 }

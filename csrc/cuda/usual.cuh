@@ -29,35 +29,33 @@ ROPE_FN int64_t offset_of(const int* strides, int i, int j) {
   return int64_t(i) * strides[0] + int64_t(j) * strides[1];
 }
 
-// The place of a head of the list of heads, see rotate_plan.h.
-struct Place {
-  int side, head;
-};
+// Returns the place of a head of the list of heads.
 template <typename K>
-ROPE_FN Place place_of(const UsualArgs& a, int h) {
+ROPE_FN Place<int> place_of(const UsualArgs& a, int h) {
   const bool after_q = h >= a.ends[kQ], after_k = K::cache && h >= a.ends[kK];
-  return {int(after_q) + int(after_k), h - (after_k ? a.ends[kK] : after_q ? a.ends[kQ] : 0)};
+  return {int(after_q) + int(after_k), h - (after_k ? a.ends[kK] : after_q ? a.ends[kQ] : 0), 0};
 }
 
 // Returns the chunk of each head that a thread takes. Its channels count in vectors.
-ROPE_FN Chunk<int> chunk_of(const UsualArgs& a, int index) {
-  return Chunk<int>::of<1>(index, a.half, a.chunks, a.start, a.half, a.others, false);
+using UsualChunk = Chunk<1, int>;
+ROPE_FN UsualChunk chunk_at(const UsualArgs& a, int index) {
+  return chunk_of<1, int>(index, a.half, a.chunks, a.start, a.others, false, false, INT32_MAX);
 }
 
-// The chunks of token s of sequence b. The constructor begins to load the position and the slot.
+// A token and its chunk. The constructor begins to load the position and the slot.
 template <typename K>
 struct UsualToken {
   using T = typename K::T;
   static constexpr int V = K::V;
   const UsualArgs& a;
-  const Chunk<int>& chunk;
+  const UsualChunk& chunk;
   const int b, s;
   Integer given_position, given_slot;
   bool pad = false;
   int block, in_block;  // the cell of the caches
   CosSin<float, V> angles;
 
-  ROPE_FN UsualToken(const UsualArgs& a, const Chunk<int>& chunk, int b, int s) : a(a), chunk(chunk), b(b), s(s) {
+  ROPE_FN UsualToken(const UsualArgs& a, const UsualChunk& chunk, int b, int s) : a(a), chunk(chunk), b(b), s(s) {
     if (a.positions) {
       given_position = Integer::read(a.positions, a.wide_positions, offset_of(a.position_strides, b, s));
     }
@@ -72,37 +70,36 @@ struct UsualToken {
     const Columns<K> columns(chunk.index, a.half * V);
     const Frequencies frequencies{a.cos, bool(a.wide_angles), bool(a.split), a.table_strides[1], 1};
     if (has_frequencies && rotates) columns.template read<true>(frequencies, angles);
-    int64_t position = s;
-    bool valid = true, fits = true;
+    Token<int> token{b, s, s, true};
     if (!by_head) {
       const int64_t given = a.positions ? given_position.value(a.wide_positions) : a.same_position ? 0 : s;
-      position = int64_t(uint64_t(given) + uint64_t(int64_t(a.offset)));
-      valid = (has_frequencies && !K::cache) || a.allowed == 0 || uint64_t(position) < a.allowed;
+      const bool limited = (!has_frequencies || K::cache) && a.allowed != 0;
+      token = token_at(b, s, given, a.offset, {limited, int64_t(a.allowed) - 1});
     }
     if (!has_frequencies && rotates) {
-      const int row = a.by_token ? s : valid ? int(position) : 0;
-      const int64_t at = offset_of(a.table_strides, b, row) + int64_t(head) * a.table_head_stride;
+      const int64_t at =
+          offset_of(a.table_strides, b, row_of(token, !a.by_token)) + int64_t(head) * a.table_head_stride;
       const auto read = [&](auto tag) {
         columns.read(static_cast<const decltype(tag)*>(a.cos) + at, 1, true, angles.cos);
         columns.read(static_cast<const decltype(tag)*>(a.sin) + at, 1, true, angles.sin);
       };
       a.wide_angles ? read(float()) : read(T());
     }
-    if (!by_head) block = b, in_block = int(position);
+    if (!by_head) block = b, in_block = token.in_block;
     if (!by_head && K::cache && a.slots) {
       const int64_t slot = given_slot.value(a.wide_slots);
-      pad = slot < 0, fits = slot < int64_t(a.cells);
+      take_slot(token, slot, a.cells);
       block = int(slot) >> a.block_shift, in_block = int(slot) - (block << a.block_shift);
     }
-    check_token(valid || pad, fits);
-    if (has_frequencies && rotates) turn(angles, position);
+    if (!by_head) pad = token.pad, check_token(token.valid || pad, token.fits);
+    if (has_frequencies && rotates) turn(angles, token.position);
     if (!K::eager) {
       Factor<float>{a.factor_hi, a.factor_lo}.scale(angles);
     } else if (a.factor_hi != 1.0f) {
       Eagerly<T>{bool(a.narrow)}.scale(angles, [&](float x) { return x * a.factor_hi; });
     }
     for (int i = 0; i < V && a.inverse; i++) angles.sin[i] = -angles.sin[i];
-    for (int i = 0; i < V && K::cache && !valid; i++) angles.cos[i] = angles.sin[i] = NAN;  // a pad
+    for (int i = 0; i < V && K::cache && !token.valid; i++) angles.cos[i] = angles.sin[i] = NAN;  // a pad
   }
   // Goes to the angles of another head, if the table is by head.
   ROPE_FN void go(bool rotates, int head) {
@@ -123,7 +120,7 @@ struct UsualToken {
     auto* const to = static_cast<Vector<E, V>*>(data) + offset_of(strides, to_cell ? block : b, to_cell ? in_block : s);
     const int first = head * strides[2];
     to[unsigned(first + chunk.at[0])] = x.of[0];
-    if (chunk.whole()) to[unsigned(first + chunk.at[1])] = x.of[1];
+    if (is_whole(chunk)) to[unsigned(first + chunk.at[1])] = x.of[1];
   }
 };
 
@@ -133,7 +130,7 @@ struct Weights {
   static constexpr int most = V / 4;  // accesses of a vector, if the weights are float32
   Vector<float, 4> of[2][most];
 
-  ROPE_FN void read(const UsualArgs& a, int side, const Chunk<int>& chunk, int head) {
+  ROPE_FN void read(const UsualArgs& a, int side, const UsualChunk& chunk, int head) {
     const auto* const from = static_cast<const Vector<float, 4>*>(a.weights[side]);
     for (int k = 0; k < 2; k++) {
       const int at = head * a.weight_stride + chunk.at[k];
@@ -163,7 +160,7 @@ struct UsualHead {
   float scale = 1.0f;
 
   // Reads what needs no position.
-  ROPE_FN void read(const UsualToken<K>& t, Place place, bool is_present) {
+  ROPE_FN void read(const UsualToken<K>& t, Place<int> place, bool is_present) {
     const UsualArgs& a = t.a;
     side = place.side, head = place.head, present = is_present;
     const UsualSide& o = a.sides[side];

@@ -1,4 +1,5 @@
-// Elements and numbers: conversions, vectors, the two vectors of a chunk, and how they are read and written. plan.h and
+// Elements and numbers: conversions, vectors, the two vectors of a chunk, and how they are read and written. tiling.h
+// and
 // ../plan.h explain vectors and chunks.
 #pragma once
 
@@ -10,10 +11,9 @@
 #include <cassert>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
-#include "kernels.h"
+#include "entry_points.h"
 
 #define ROPE_FN __device__ __forceinline__
 
@@ -28,8 +28,10 @@ ROPE_FN float float_of(int a) { return __int_as_float(a); }
 }  // namespace rope
 
 #include "../angle.h"
+#include "../chunk.h"
 #include "../quantise.h"
 #include "../rotation.h"
+#include "../token.h"
 
 namespace rope::cuda {
 
@@ -108,44 +110,6 @@ ROPE_FN void read_shared(const From* from, rope_int stride, bool vectors, A* to)
   }
 }
 
-// The channels of a chunk. If the vectors have several channels, the two vectors of a rotated chunk are one from each
-// half of the rotated channels, with either pairing: interleaved pairs do not cross a vector. The other channels, those
-// before and after the rotated ones, are taken as if they were adjacent; there the second vector is
-// (chunks - rotated) vectors after the first. I is an integer type that holds every element offset of the call.
-template <typename I>
-struct Chunk {
-  I at[2];      // the first channels of its two vectors; they are equal if it has only one
-  int rotated;  // an int, because a bool that stays in a register costs a PRMT at each use
-  int index;    // in the head
-
-  ROPE_FN bool whole() const { return at[1] != at[0]; }
-  // Returns channel i of its 2 V channels.
-  template <int V>
-  ROPE_FN I channel(int i) const {
-    return (i < V ? at[0] : at[1]) + i % V;
-  }
-  // Returns the chunk that begins `channels` later.
-  ROPE_FN Chunk after(I channels) const { return {{at[0] + channels, at[1] + channels}, rotated, index}; }
-
-  // Returns chunk `index` of a head, of which the first `rotated` chunks are rotated. start, pairs and others count
-  // channels: before the rotated ones, half of the rotated ones, and all that are not rotated.
-  template <int V>
-  ROPE_FN static Chunk of(I index, I rotated, I chunks, I start, I pairs, I others, bool interleaved) {
-    if (index < rotated) {
-      const I pair = V == 1 ? first_channel(index, interleaved) : index * V;
-      return {{start + pair, start + pair + (V == 1 ? partner_distance(pairs, interleaved) : pairs)}, 1, int(index)};
-    }
-    const auto channel = [&](I other) { return other < start ? other : other + 2 * pairs; };
-    const I first = (index - rotated) * V, second = first + (chunks - rotated) * V;
-    return {{channel(first), channel(second < others ? second : first)}, 0, int(index)};
-  }
-  template <int V>
-  ROPE_FN static Chunk of(const Args& p, const Tiling& t, int index) {
-    return of<V>(I(index), I(t.rotated), I(t.chunks), I(p.rotary_start), I(p.rotary_dim / 2),
-                 I(p.sides[kQ].head_dim - p.rotary_dim), p.interleaved);
-  }
-};
-
 // The elements of a chunk, and the same in the arithmetic type: first those of the first vector.
 template <typename T, int V>
 struct Elements {
@@ -169,42 +133,41 @@ ROPE_FN Elements<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
 }
 
 // The heads of one token in a tensor with strides [batch, seq, heads, head_dim].
-// vectors: a vector is one access; else its channels are accessed one by one, but none past channel `last`.
+// vectors: a vector is one access; else its channels are accessed one by one.
 template <int V, typename T, typename I>
 struct TokenHeads {
   using E = std::remove_const_t<T>;
   T* token;  // its head 0
   const rope_int* strides;
   bool vectors;
-  I last = std::numeric_limits<I>::max();
 
   // Reads the chunk of a head. Channels past the last one are 0.
-  ROPE_FN auto read(I head, const Chunk<I>& c) const {
+  ROPE_FN auto read(I head, const Chunk<V, I>& c) const {
     const T* const from = token + head * I(strides[2]);
     Elements<E, V> x{};
     for (int k = 0; k < 2; k++) {
       if (V > 1 && vectors) {
-        if (c.at[k] <= last) x.of[k] = *reinterpret_cast<const Vector<E, V>*>(from + c.at[k]);
+        if (c.at[k] <= c.last) x.of[k] = *reinterpret_cast<const Vector<E, V>*>(from + c.at[k]);
       } else {
         E each[V] = {};
         for (int i = 0; i < V; i++) {
-          if (c.at[k] + i <= last) each[i] = from[(c.at[k] + i) * I(strides[3])];
+          if (c.at[k] + i <= c.last) each[i] = from[(c.at[k] + i) * I(strides[3])];
         }
         x.of[k] = bits_as<Vector<E, V>>(each);
       }
     }
     return x;
   }
-  ROPE_FN void write(I head, const Chunk<I>& c, const Elements<T, V>& x) const {
+  ROPE_FN void write(I head, const Chunk<V, I>& c, const Elements<T, V>& x) const {
     T* const to = token + head * I(strides[2]);
-    for (int k = 0; k < 1 + c.whole(); k++) {
+    for (int k = 0; k < 1 + is_whole(c); k++) {
       if (V > 1 && vectors) {
-        if (c.at[k] <= last) *reinterpret_cast<Vector<T, V>*>(to + c.at[k]) = x.of[k];
+        if (c.at[k] <= c.last) *reinterpret_cast<Vector<T, V>*>(to + c.at[k]) = x.of[k];
       } else {
         E each[V];
         memcpy(each, &x.of[k], sizeof each);
         for (int i = 0; i < V; i++) {
-          if (c.at[k] + i <= last) to[(c.at[k] + i) * I(strides[3])] = each[i];
+          if (c.at[k] + i <= c.last) to[(c.at[k] + i) * I(strides[3])] = each[i];
         }
       }
     }

@@ -1,5 +1,5 @@
 // The host side of the Metal back end: it makes pipelines and encodes calls into the command stream that PyTorch has
-// open. Only PyTorch commits and waits. The kernels are in shaders/; plan.h decides how they are launched.
+// open. Only PyTorch commits and waits. The kernels are in shaders/; dispatch.h decides how they are launched.
 //
 // PyTorch's graph capture does not record every message to an encoder. This file sends only messages that it records,
 // and a barrier, which PyTorch's encoder does not need, because it runs one dispatch after the other.
@@ -14,8 +14,8 @@
 #include <mutex>
 
 #include "../backend.h"
+#include "dispatch.h"
 #include "pipelines.h"
-#include "plan.h"
 
 namespace rope::mps {
 namespace {
@@ -125,22 +125,18 @@ struct Launch {
   rope_int most;  // threads of a threadgroup, in whole SIMD groups
   Grid grid{};
   NSUInteger memory = 0;  // bytes of threadgroup memory
-  const void* params = nullptr;
-  NSUInteger params_size = 0;
+  const void* params;
+  NSUInteger params_size;
 
-  Launch(const Kernel& kernel, const Constants& constants, c10::ArrayRef<BoundTensor> tensors)
+  // Keeps the address of the parameters, at most 4096 bytes.
+  template <typename Params>
+  Launch(const Kernel& kernel, const Constants& constants, c10::ArrayRef<BoundTensor> tensors, const Params& params)
       : kernel(kernel),
         pipeline(mps::pipeline(kernel, constants)),
         tensors(tensors.begin(), tensors.end()),
-        most(std::max<rope_int>(kSimd, [pipeline maxTotalThreadsPerThreadgroup] / kSimd * kSimd)) {}
-
-  // Keeps the address.
-  template <typename Params>
-  void set_params(const Params& given) {
-    static_assert(sizeof given <= 4096, "setBytes takes at most 4096 bytes");
-    params = &given;
-    params_size = sizeof given;
-  }
+        most(std::max<rope_int>(kSimd, [pipeline maxTotalThreadsPerThreadgroup] / kSimd * kSimd)),
+        params(&params),
+        params_size(sizeof params) {}
 };
 
 MTLSize size_of(const Size3& s) { return MTLSizeMake(NSUInteger(s.x), NSUInteger(s.y), NSUInteger(s.z)); }
@@ -217,35 +213,31 @@ struct Mps : AnyBackend {
 
   static void rotate(const Call& call, Args& a) {
     simplify(a);
-    const Plan p = plan(call, a);
-    if (p.rotate.chunks == 0) return;
-    Launch launch(p.kernel, p.constants, p.tensors);
-    launch.set_params(p.rotate);
-    launch.grid = grid_of(p, launch.most);
-    if (p.wide) launch.memory = kSimd * sizeof(float);  // the parts of a sum
+    const Dispatch d = dispatch_of(call, a);
+    if (d.params.chunks == 0) return;
+    Launch launch(d.kernel, d.constants, d.tensors, d.params);
+    launch.grid = grid_of(d, launch.most);
+    if (d.wide) launch.memory = kSimd * sizeof(float);  // the parts of a sum
     encode({&launch});
   }
 
   static void norm_backward(const Call& call, Args& a) {
     merge_batch(a);
-    const Plan p = plan(call, a);
-    Launch parts(p.kernel, p.constants, p.tensors);
-    NormBackward n{p.rotate, {}, {}};
-    SumParts s{};
-    const rope_int threads = cut_into_parts(p, parts.most, n, s), channels = rope_int(s.channels[kQ]) + s.channels[kK];
-    const Tensor sums = at::empty({s.parts, channels}, call.q().options().dtype(at::kFloat));
-    parts.set_params(n);
+    Dispatch d = dispatch_of(call, a);
+    const TiledParams& r = d.params;
+    Launch parts(d.kernel, d.constants, d.tensors, r);
+    const rope_int threads = cut_into_parts(d, parts.most), channels = rope_int(r.channels[kQ]) + r.channels[kK];
+    const Tensor sums = at::empty({r.parts, channels}, call.q().options().dtype(at::kFloat));
     parts.tensors.push_back({kBufferSums, &sums});
-    parts.grid = {{s.parts, 2, 1}, {threads, 1, 1}, true};
+    parts.grid = {{r.parts, 2, 1}, {threads, 1, 1}, true};
     // For each thread a sum for each of the up to 8 channels of its chunk, or two factors for each of kSimd groups.
-    parts.memory = (p.wide ? kSimd * 2 : NSUInteger(threads) * 8) * sizeof(float);
+    parts.memory = (d.wide ? kSimd * 2 : NSUInteger(threads) * 8) * sizeof(float);
 
     Constants weights{};
-    weights.native_weights = p.constants.native_weights;
-    Launch total({"norm_backward", "sum_parts", p.kernel.type}, weights,
-                 {{1, &sums}, {2, call.sides[kQ].weight_grad}, {3, call.sides[kK].weight_grad}});
-    total.set_params(s);
-    total.grid = grid_of({std::max(s.channels[kQ], s.channels[kK]), 2, 1}, std::min<rope_int>(total.most, kThreads));
+    weights.native_weights = d.constants.native_weights;
+    Launch total({"norm_backward", "sum_parts", d.kernel.type}, weights,
+                 {{1, &sums}, {2, call.sides[kQ].weight_grad}, {3, call.sides[kK].weight_grad}}, r);
+    total.grid = grid_of({std::max(r.channels[kQ], r.channels[kK]), 2, 1}, std::min<rope_int>(total.most, kThreads));
     encode({&parts, &total});
   }
 
@@ -267,8 +259,7 @@ struct Mps : AnyBackend {
     constants.position_dtype = int(c.position_dtype);
     constants.split_inv_freq = c.split_inv_freq;
     Launch launch({"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", *call.cos)}, constants,
-                  {{1, &positions}, {2, call.inv_freq}, {3, call.cos}, {4, call.sin}});
-    launch.set_params(c);
+                  {{1, &positions}, {2, call.inv_freq}, {3, call.cos}, {4, call.sin}}, c);
     launch.grid = grid_of({c.pairs, c.tokens, 1}, std::min<rope_int>(launch.most, kThreads));
     encode({&launch});
   }

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "kernels.h"
+#include "interface.h"
 
 namespace rope::mps {
 

@@ -1,4 +1,4 @@
-"""A check for each Metal kernel: a call that launches it. csrc/mps/plan.h says which call launches which kernel."""
+"""A check for each Metal kernel: a call that launches it. csrc/mps/dispatch.h says which call launches which kernel."""
 
 import itertools
 from collections import Counter

@@ -12,7 +12,7 @@ import torch
 from caches import check
 from cases import EMULATED, LAYOUTS, OPERATORS, assert_same, covering, name_of, python
 from cuda_calls import BLOCKS, CELLS, ROWS, call_outside, make_call, names_of, results_of
-from oracle import assert_accurate, assert_close, assert_gradients, limits, rotate
+from oracle import assert_accurate, assert_close, limits, rotate
 
 import torch_rope
 from torch_rope.selfcheck.calls import Source, make
@@ -38,7 +38,6 @@ def launched(function, *tensors, **options):
 
 
 CASES = [(op, source) for op in OPERATORS for source in ("cos", "inv_freq") if source in names_of(op)]
-CASES.remove(("_rotate_table_backward", "inv_freq"))  # it has no such gradient
 
 
 # The operator, its source, and a position or slot that is out of range
@@ -48,9 +47,6 @@ OUTSIDE = [
     ("rotate_qk_", "cos", {"positions": 2**63 - 1, "offset": 1}),  # the sum wraps
     ("norm_rotate_qk", "cos", {"positions": 2**40}),
     ("_norm_rotate_qk_backward", "cos", {"positions": -3}),
-    ("_rotate_table_backward", "cos", {"positions": ROWS}),
-    ("_rotate_table_backward", "cos", {"positions": 2**32 + 3}),
-    ("_rotate_table_backward", "cos", {"positions": -1}),
     ("rotate_into_cache_", "cos", {"positions": ROWS, "slots": None}),
     ("rotate_into_cache_", "cos by token", {"positions": CELLS, "slots": None}),
     ("rotate_into_cache_", "inv_freq", {"positions": CELLS, "slots": None}),
@@ -81,7 +77,6 @@ SHAPES = [
     (1, 3, 70, 3, 2, 2),
     (1, 129, 2, 1, 6, 4),  # the last thread block has threads without a token
     (3, 65, 3, 2, 24, 24),
-    (1, 1030, 2, 1, 8, 8),  # in the gradients of tables several rows share a thread block, each with its own threads
     (2, 3, 3, 2, 2032, 2032),  # the widest head that is cut into vectors
     (1, 2, 3, 2, 4098, 4098),
     (1, 2, 3, 2, 4098, 66),
@@ -126,8 +121,6 @@ def test_every_operator_is_right_for_a_shape(case, device):
     rope.rotate_qk_(*in_place, **angles, **options)
     assert_same(in_place, outs)
     gradients = [torch.randn_like(x) for x in (q, k)]
-    outs = rope._rotate_table_backward(*gradients, q, k, **angles, **options)
-    assert_gradients(outs, gradients, [q, k], angles, **options)
 
     check(call)
     if case["q_weight"]:
@@ -148,9 +141,6 @@ def test_more_than_65535_sequences_heads_or_tokens_are_rotated(shape, norm, devi
         assert_close(out, rotate(q, **angles, norm_weight=weight), *limits(q.dtype, angles, norm=True))
     else:
         assert_close(rope.rotate(q, **angles), rotate(q, **angles), *limits(q.dtype, angles))
-        cos, sin = torch.rand(2, 1000, shape[3] // 2, device=device)
-        tables = {"cos": cos, "sin": sin, "positions": angles["positions"]}
-        assert_gradients(rope._rotate_table_backward(q, k, q, k, **tables), [q, k], [q, k], tables)
 
 
 def test_slots_may_pass_2_32(untouched, device):
@@ -274,21 +264,6 @@ def test_results_are_written_once_in_whole_vectors(
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device):
-    """The gradients and the tensors that were rotated are read once, and each row is written once."""
-    (g, g_k), (q, k) = (torch.randn(2, 10, 10, 128, device=device).to(dtype).split([8, 2], 2) for _ in "gx")
-    table, positions = torch.rand(20, 64, device=device), torch.randint(20, (2, 10), device=device)
-    by_token = torch.rand(2, 10, 64, device=device)
-    for cos, angles in ((table, {"offset": 3}), (table, {"positions": positions}), (by_token, {})):
-        (launch,) = launched(rope._rotate_table_backward, g, g_k, q, k, cos, cos, **angles)
-        loads = launch["loads"]
-        assert loads.pop(16) == 2 * 2 * 10 * 10 * 128 * dtype.itemsize // 16
-        assert loads.keys() == ({8} if "positions" in angles else set())  # the list of the tokens of each row
-        assert launch["stores"] == {4: 2 * cos.numel()}
-
-
-@pytest.mark.emulator
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "size, over_heads, reads",
     [
@@ -318,17 +293,6 @@ def test_a_norm_reads_everything_once(size, over_heads, reads, dtype, device):
     assert parts["stores"][16] == vectors and parts["stores"].keys() == {8, 16} and parts["loads"].keys() <= {8, 16}
     assert sums["loads"].keys() == {8} and sums["stores"] == {4: sum(w.numel() for w in weights)}
     assert reads == 2 or parts["stores"][8] == sums["loads"][8]
-
-
-def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):
-    for dtype in (torch.float32, torch.bfloat16):
-        g, x = (torch.randn(3, 70, 5, 64, device=device).to(dtype) for _ in "gx")
-        table = torch.rand(70, 32, device=device)
-        expected = rope._rotate_table_backward(g, None, x, None, table, table)
-        for layout in LAYOUTS.values():
-            g_there, x_there = (layout(t.shape, dtype, device).copy_(t) for t in (g, x))
-            assert_same(rope._rotate_table_backward(g_there, None, x, None, table, table), expected)
-            assert_same(rope._rotate_table_backward(g, None, x_there, None, table, table), expected)
 
 
 # ---- quantised results ----

@@ -6,13 +6,13 @@ aligned, and within the limits of CUDA. They need --emulate, because the emulato
 """
 
 import itertools
-import math
 import random
+import re
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import EXHAUSTIVE, LAYOUTS
+from cases import EXHAUSTIVE, LAYOUTS, ROOT
 
 from torch_rope import _C
 from torch_rope.selfcheck.calls import DTYPES
@@ -66,7 +66,10 @@ class Call:
     over_heads: bool = False  # of the norm
     norm_v: bool = False
     quantised: tuple = (False, False)  # the caches of k and v
-    rounding: int = 0  # Rounding in csrc/params.h
+    rounding: int = 0  # Rounding in csrc/args.h
+    offset: int = 0
+    scale_stride: int = 0
+    weight_strides: tuple = (0, 1)  # head, channel
 
     def __post_init__(self):
         self.inputs = [self.q, self.k, self.v]
@@ -102,6 +105,9 @@ class Call:
             1 if self.inv_freq is None else self.inv_freq.stride(0),
             sum(bit << i for i, bit in enumerate(flags)),
             self.rounding,
+            self.offset,
+            self.scale_stride,
+            self.weight_strides,
         )
 
     def assert_accesses(self, plan, more=()):
@@ -134,11 +140,6 @@ def plan(call, processors=H200):
 def plan_backward(call, x):
     """Plans the backward of the norm. x: the tensors that were normalised."""
     return _C.plan_backward([replace(call, q=t).arguments()[3][0][0] for t in x], *call.arguments())
-
-
-def plan_tables(call, rows, copies=1, entries=None, listed=False):
-    """Plans the gradients of tables with this many rows. The results of the call are the tensors that were rotated."""
-    return _C.plan_tables((rows, copies, rows if entries is None else entries, listed), *call.arguments())
 
 
 def assert_within_limits(plan, norm=False, most=GROUP_THREADS):
@@ -253,7 +254,7 @@ def test_a_call_takes_every_head_and_token_in_the_widest_accesses(seed):
             groups = {3 if heads[2] else 2} if call.over_heads else {sum(heads), p["listed"]}  # v may be cut into more
             assert p["grid"][::2] == (p["seq"], batch * seq // p["seq"]) and p["grid"][1] in groups
             held = -(-max(heads) // p["block"][1]) * 2 * p["vector"]
-            assert not p["usual"] or not call.over_heads or (held <= HELD and not call.norm_v)
+            assert p["general"] or not call.over_heads or (held <= HELD and not call.norm_v)
         else:
             assert_within_limits(p, norm)
             assert not call.over_heads
@@ -309,30 +310,72 @@ USUAL = [
     {"over_heads": True, "norm": True, **BY_HEAD},
     {"q": meta(2, 7, 10, 128, dtype=torch.bfloat16)[:, :, :8]},
 ]
-GENERAL = [
-    {"dtype": torch.float64},
-    {"q": (2, 7, 8, 72)},
-    {"q": (2, 7, 8, 96), "rotary_dim": 24},
-    {"q": (2, 7, 129, 128), "over_heads": True, "norm": True},  # more than a thread block holds
-    {"over_heads": True, "norm": True, "norm_v": True, "v": (2, 128)},
-    BY_HEAD,
-    {"tables": [torch.empty(4096, 66, device="meta")[:, :64]] * 2},
-    {"tables": [torch.empty(4096, n, device="meta")[:, :64] for n in (64, 128)]},
-    {"inv_freq": torch.empty(128, device="meta")[::2]},
-    {"inv_freq": FREQ, "rounding": 1},
-    {"rounding": 1, "v": (2, 128)},
-    {"dtype": torch.float32, "v": (2, 128), "cached": BYTES},
-    {"v": (2, 96)},
-    {"v": (2, 128), "block_size": 24, "positions": None},
-    {"q": meta(2, 7, 8, 256, dtype=torch.bfloat16)[..., ::2]},
-    {"q": torch.empty(0, dtype=torch.bfloat16, device="meta").as_strided((2, 7, 8, 128), (8, 16, 2**31 + 8, 1))},
-    {"positions": torch.empty(0, device="meta").as_strided((2, 7), (2**31, 1))},
-]
+FAR = torch.empty(0, dtype=torch.bfloat16, device="meta").as_strided((2, 7, 8, 128), (8, 16, 2**31 + 8, 1))
+GENERAL = {  # calls that meet a rule of general_rules() in csrc/cuda/rotate_plan.h, and none before it
+    "x is float64, or is not accessed in 16 bytes": [
+        {"dtype": torch.float64},
+        {"q": (2, 7, 8, 72)},
+        {"q": (2, 7, 8, 96), "rotary_dim": 24},
+        {"q": meta(2, 7, 8, 256, dtype=torch.bfloat16)[..., ::2]},
+    ],
+    "v has another head_dim than k": [{"v": (2, 96)}],
+    "a thread block cannot hold a group": [
+        {"q": (2, 7, 129, 128), "over_heads": True, "norm": True},
+        {"q": (2, 7, 1, 16384), "norm": True},
+    ],
+    "the norm is over all heads, and v has a norm too": [
+        {"over_heads": True, "norm": True, "norm_v": True, "v": (2, 128)}
+    ],
+    "thread blocks take more than 65,535 heads of a token": [{"q": (1, 1, 65534, 1024), "norm": True}],
+    "tables are by head, but thread blocks take no groups": [BY_HEAD],
+    "the rows of cos and sin are not aligned to 16 bytes": [
+        {"tables": [torch.empty(4096, 66, device="meta")[:, :64]] * 2}
+    ],
+    "cos and sin have other strides than each other": [
+        {"tables": [torch.empty(4096, n, device="meta")[:, :64] for n in (64, 128)]}
+    ],
+    "the frequencies are not adjacent, or not aligned to 16 bytes": [
+        {"inv_freq": torch.empty(128, device="meta")[::2]},
+    ],
+    "eager_rounding is used with frequencies or with a cache": [
+        {"inv_freq": FREQ, "rounding": 1},
+        {"rounding": 1, "v": (2, 128)},
+    ],
+    "the blocks of a cache are neither adjacent nor of 2^n cells": [
+        {"v": (2, 128), "block_size": 24, "positions": None},
+    ],
+    "no position is allowed, or 2^31 of them": [
+        {"tables": [torch.empty(n, 64, device="meta")] * 2} for n in (0, 2**31)
+    ],
+    "results are in 8 bits, and x is float32": [{"dtype": torch.float32, "v": (2, 128), "cached": BYTES}],
+    "the scales of a side are not adjacent": [{"v": (2, 128), "cached": BYTES, "scale_stride": 2}],
+    "the weights of q and k are not adjacent, not aligned to 16 bytes, or of two dtypes or strides": [
+        {"norm": True, "weight_strides": (0, 2)},
+        {"norm": True, "over_heads": True, "weight_strides": (132, 1)},
+    ],
+    "offset, a size or a stride does not fit in 31 bits": [
+        {"offset": 2**31},
+        {"offset": -(2**31) - 1},
+        {"q": FAR},
+        {"positions": torch.empty(0, device="meta").as_strided((2, 7), (2**31, 1))},
+    ],
+}
 
 
-@pytest.mark.parametrize("usual, changes", [(True, c) for c in USUAL] + [(False, c) for c in GENERAL], ids=str)
-def test_what_models_do_is_usual_and_all_else_is_general(usual, changes):
-    assert plan(model_call(**changes))["usual"] == usual
+@pytest.mark.parametrize("changes", USUAL, ids=str)
+def test_what_models_do_is_usual(changes):
+    assert plan(model_call(**changes))["general"] is None
+
+
+@pytest.mark.parametrize("rule, changes", [(rule, c) for rule, calls in GENERAL.items() for c in calls], ids=str)
+def test_a_call_is_general_by_a_rule(rule, changes):
+    assert plan(model_call(**changes))["general"] == rule
+
+
+def test_the_rules_are_tried_and_are_those_of_the_page():
+    section = (ROOT / "docs/cuda.md").read_text().split("## Usual calls")[1].split("\n## ")[0]
+    found = [" ".join(item.split()).rstrip(";.") for item in re.findall(r"^- (.*(?:\n  .*)*)", section, re.M)]
+    assert found == plan(model_call())["rules"] == list(GENERAL)
 
 
 # ---- examples of plans ----
@@ -396,7 +439,7 @@ PLANS = {
 def test_the_plan_of_many_tokens(kind, heads, tokens):
     """A thread takes one head of a few tokens. A thread block takes all heads of one of many tokens."""
     p = of_tokens(tokens, heads, kind)
-    assert (*p["block"][1:], p["grid"][1]) == PLANS[kind, heads, tokens] and p["usual"]
+    assert (*p["block"][1:], p["grid"][1]) == PLANS[kind, heads, tokens] and (not p["general"])
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -408,7 +451,7 @@ def test_neighbours_in_memory_are_neighbours_in_a_thread_block(dtype, norm):
         assert heads > tokens if by_heads else tokens > heads
 
 
-# ---- the gradients of norms and tables ----
+# ---- the gradients of norms ----
 
 
 @pytest.mark.parametrize("over_heads", [False, True])
@@ -416,13 +459,12 @@ def test_neighbours_in_memory_are_neighbours_in_a_thread_block(dtype, norm):
 def test_the_order_of_sums_follows_from_sizes(dtype, over_heads):
     """Otherwise a layout could change bits: which parts a sum has, and how many threads share it."""
     for head_dim, seq in itertools.product((64, 7, 4096), (1, 9, 4000)):
-        backward, tables = set(), set()
+        backward = set()
         for layouts in zip(LAYOUTS, [*LAYOUTS][::-1], strict=True):
             q, k, *x = (meta(2, seq, h, head_dim, dtype=dtype, layout=layout) for layout in layouts for h in (6, 2))
             p = plan_backward(Call(q, k, norm=True, over_heads=over_heads), x)
             backward.add(tuple(p[name] for name in ("vector", "chunks", "block", "q", "k")))
-            tables.add(plan_tables(Call(q, k, outputs=x), rows=seq, copies=2)["block"][1])
-        assert len(backward) == len(tables) == 1
+        assert len(backward) == 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -438,8 +480,8 @@ def test_the_backward_of_a_norm_takes_every_token(seed):
         held = -(-max(q_heads, k_heads) // p["block"][1]) * 2 * p["vector"] if call.over_heads else 0
         fits = held <= HELD and p["chunks"] <= max(WARP, p["block"][0])
         near = all(stride < INT32 / 16 for t in (q, k, *x) for stride in t.stride())
-        assert p["usual"] <= (vectors and p["vectors"] and fits)
-        assert not near or p["usual"] == (vectors and p["vectors"] and fits)
+        assert (not p["general"]) <= (vectors and p["vectors"] and fits)
+        assert not near or (not p["general"]) == (vectors and p["vectors"] and fits)
         assert p["by_block"] == (call.over_heads or (vectors and p["chunks"] > WARP))
         assert_within_limits(p, norm=True, most=BACKWARD_GROUP_THREADS)
         assert p["grid"] == (p["q"][0] + p["k"][0], 1, 1)
@@ -458,50 +500,3 @@ def test_the_parts_of_q_and_k_take_about_as_long(heads):
         of_q, of_k = (h * p[name][1] for h, name in zip(heads, "qk", strict=True))  # heads of a part
         assert of_q == of_k
         assert min(tokens * sum(heads) // 32, MOST_PARTS) / 2 <= p["grid"][0] <= MOST_PARTS + 1
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_gradients_of_tables_take_every_row_and_chunk(seed):
-    draw = random.Random(seed)
-    batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
-    pairs = rotated["rotary_dim"] // 2
-    listed, own, by_head = (draw.random() < 0.5 for _ in range(3))
-    if by_head:
-        listed, k_heads = False, min(k_heads, 1) * q_heads
-        rotated["tables"] = [torch.empty(batch, seq, q_heads, pairs, device="meta")] * 2
-    q, k, *x = random_gradients(draw, batch, seq, q_heads, k_heads, head_dim)
-    entries, copies = (batch * seq, 1) if own else (seq, batch)
-    rows = draw.choice([1, 16, 5000]) if listed else entries
-    p = plan_tables(Call(q, k, outputs=x, **rotated), rows, copies, entries, listed)
-    rows *= q_heads if by_head else 1
-    if pairs == 0:
-        assert p["grid"] == (0, 0, 0)
-        return
-    (x, y, z), blocks, per_row = p["block"], p["grid"][0], p["blocks_per_row"]
-    assert p["grid"][1:] == (1, 1) and 1 <= x * y * z <= 256 and z <= MOST_Z
-    assert p["chunks"] == p["rotated"] == pairs // p["vector"]
-    assert (per_row - 1) * x < p["chunks"] <= per_row * x
-    assert (blocks // per_row - 1) * z < rows <= blocks // per_row * z and blocks % per_row == 0
-
-
-@pytest.mark.parametrize(
-    "size, tokens_of_rows",
-    [
-        ((8, 2048, 32, 8, 128), (2048, 8, 2048, False)),  # the positions of all sequences
-        ((8, 2048, 32, 8, 128), (2048, 1, 8 * 2048, True)),  # the positions of each
-        ((1, 131072, 1, 1, 64), (131072, 1, 131072, False)),
-        ((64, 4096, 12, 12, 64), (64, 64, 4096, True)),  # a small table
-    ],
-)
-def test_gradients_of_tables_fill_the_gpu(size, tokens_of_rows):
-    """There are two thread blocks of 256 threads for each multiprocessor, or for small tables at least 128 in all.
-
-    A thread sums more than one head before the threads add up their sums.
-    """
-    (batch, seq, q_heads, k_heads, head_dim), (rows, copies, entries, _) = size, tokens_of_rows
-    q, k = (meta(batch, seq, h, head_dim, dtype=torch.bfloat16) for h in (q_heads, k_heads))
-    p = plan_tables(Call(q, k), *tokens_of_rows)
-    x, y, z = p["block"]
-    assert p["vectors"] and x * p["vector"] * 2 >= 32  # adjacent bytes
-    assert math.prod(p["grid"]) * x * y * z >= 256 * (128 if rows == 64 else 2 * H200)
-    assert y <= max(1, copies * -(-entries // rows) * (q_heads + k_heads) // 2)

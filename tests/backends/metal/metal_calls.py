@@ -25,9 +25,3 @@ def tables(rows, rotary_dim):
 
 def weights_of(*shape, k_shape=None):
     return dict(q_norm_weight=randn(*shape), k_norm_weight=randn(*k_shape or shape))
-
-
-def table_backward(given, x, cos, sin, positions=None, offset=0, **flags):
-    return ops._rotate_table_backward(
-        *(given, None, x, None) if torch.is_tensor(x) else (*given, *x), cos, sin, None, positions, offset, **flags
-    )

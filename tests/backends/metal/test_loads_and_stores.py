@@ -10,18 +10,18 @@ import pytest
 import torch
 from backends.metal.simulator import metal
 from cases import covering, name_of
-from metal_calls import HALVES, freqs, ops, randn, table_backward, tables, weights_of
+from metal_calls import HALVES, freqs, ops, randn, tables, weights_of
 
 import torch_rope
 
 BUFFERS = str.split(
     "params q_in k_in v_in q_out k_out v_out q_weight k_weight q_scale k_scale v_scale"
-    " cos sin inv_freq positions slots q_before k_before sums order starts cos_grad sin_grad"
+    " cos sin inv_freq positions slots q_before k_before sums"
 )
 
 
 def shares_of(tokens, heads):
-    """Returns how many threads share the heads of a token: kSpread in csrc/mps/plan.h."""
+    """Returns how many threads share the heads of a token: kSpread in csrc/mps/dispatch.h."""
     return math.ceil(heads / math.ceil(heads * tokens / 2048))
 
 
@@ -118,25 +118,6 @@ def test_each_element_is_read_once_and_written_once(case, device, simulated):
         assert barriers == [0, 1]  # the second kernel reads what the first wrote
 
 
-@pytest.mark.parametrize("case", OF_COSTS, ids=name_of)
-def test_gradients_of_tables_are_one_dispatch(case, device, simulated):
-    """The dispatch reads each element once and writes each table row once, even a row that rotated no token."""
-    (batch, seq, q_heads, k_heads, head_dim, rotary_dim, start), dtype = case["size"], case["dtype"]
-    q, k = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
-    positions = torch.randint(0, seq + 3, (batch, seq)).to("mps")
-    by_position, by_token = tables(seq + 3, rotary_dim), [randn(batch, seq, rotary_dim // 2, dtype=dtype) for _ in "cs"]
-    part, options = rotary_dim / head_dim, dict(interleaved=case["interleaved"], rotary_start=start)
-    for angles in (by_position, by_token, [*by_position, positions], [*by_position, positions[0] - 2, 2]):
-        cos_grad, _ = table_backward((q, k), (q * 2, k * 2), *angles, **options)
-        done = one_dispatch(simulated)
-        done.check(q_in=read(q, part), q_before=read(q, part), k_in=read(k, part), k_before=read(k, part))
-        done.check(cos_grad=written(cos_grad), sin_grad=written(cos_grad))
-        tokens_of_a_row = 1 if angles is by_token else batch
-        assert done["threads"][1] == tokens_of_a_row * math.ceil((q_heads + k_heads) / 4)
-        if head_dim % 8 == rotary_dim % 8 == start % 4 == 0:
-            assert all(done.widths(name) == {4 * dtype.itemsize} for name in ("q_in", "k_in", "q_before", "k_before"))
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_tables_by_head_are_read_once_for_q_and_once_for_k(shared, device, simulated):
     q, k, weight = randn(3, 9, 5, 32), randn(3, 9, 5, 32), randn(32)
@@ -145,11 +126,6 @@ def test_tables_by_head_are_read_once_for_q_and_once_for_k(shared, device, simul
         op(*args, cos, sin)
         reads = read(cos, 6 if shared else 2)
         one_dispatch(simulated).check(cos=reads, sin=reads, q_in=read(q), k_out=written(k))
-    for given, x in ((q, k), (q * 2, k * 2)), (q, q * 2):
-        cos_grad, _ = table_backward(given, x, cos, sin)
-        done = one_dispatch(simulated)
-        done.check(q_in=read(q), q_before=read(q), cos_grad=written(cos_grad), sin_grad=written(cos_grad))
-        assert done["threads"] == [4, 3 if shared else 1, cos.numel() // 16]
 
 
 CACHES = [  # (heads of q, heads of k, head_dim, heads of v, head_dim of v, bytes of an access to v)
@@ -288,9 +264,7 @@ def test_a_kernel_keeps_its_numbers_in_registers(case, device, simulated):
     ops.norm_rotate_qk(q, k, *over_heads, **by_position)
     for norm in weights.values(), over_heads:
         ops._norm_rotate_qk_backward(q, k, q, k, *norm, **by_position)
-    if "tables" in angles:
-        table_backward((q, k), (q, k), **by_position)
-    else:
+    if angles == "inv_freq":
         ops.cos_sin(torch.arange(tokens).to("mps"), given["inv_freq"])
     for record in simulated.last_dispatches():
         code = metal.specialised(record["source"], record["constants"])

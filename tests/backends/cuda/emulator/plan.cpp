@@ -31,29 +31,30 @@ void* set(const Given<n>& given, rope_int* strides) {
 enum Features { kNorm = 1, kOverHeads = 2, kNormV = 4, kQuantisedK = 8, kQuantisedV = 16 };
 
 Args args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Tensors, 3>& qkv,
-                const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<4>& cos,
-                const Given<4>& sin, int source, rope_int table_rows, rope_int inv_freq, int features, int rounding) {
+          const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<4>& cos,
+          const Given<4>& sin, int source, rope_int table_rows, rope_int inv_freq, int features, int rounding,
+          rope_int offset, rope_int scale_stride, const Strides<2>& weight_strides) {
   Args a{};
-  Args& p = a;
   a.x_dtype = DType(dtype);
   a.table_dtype = dtype == int(DType::kDouble) ? DType::kDouble : DType::kFloat;
-  p.batch = sizes[0], p.seq = sizes[1], p.rotary_dim = sizes[3], p.rotary_start = sizes[4];
+  a.batch = sizes[0], a.seq = sizes[1], a.rotary_dim = sizes[3], a.rotary_start = sizes[4];
   for (int i = 0; i < kSides; i++) {
-    Side& side = p.sides[i];
-    side.heads = heads[i], side.head_dim = sizes[i == kV ? 5 : 2], side.weight_strides[1] = 1;
+    Side& side = a.sides[i];
+    side.heads = heads[i], side.head_dim = sizes[i == kV ? 5 : 2], side.scale_stride = scale_stride;
+    std::copy(weight_strides.begin(), weight_strides.end(), side.weight_strides);
     side.in = set(std::get<0>(qkv[i]), side.in_strides), side.out = set(std::get<1>(qkv[i]), side.out_strides);
   }
-  p.has_cache = cache[1] > 0, p.blocks = cache[0], p.block_size = cache[1];
-  p.position_strides[1] = 1, p.has_positions = bool(positions), a.positions = set(positions, p.position_strides);
-  p.has_slots = bool(slots), a.slots = set(slots, p.slot_strides);
-  a.cos = set(cos, p.cos_strides), a.sin = set(sin, p.sin_strides);
-  p.source = source, p.table_rows = table_rows, p.inv_freq_strides[1] = inv_freq, p.rounding = rounding;
-  p.sides[kQ].norm = p.sides[kK].norm = features & kOverHeads ? kAllHeads : features & kNorm ? kEachHead : kNoNorm;
-  p.sides[kV].norm = features & kNormV ? kEachHead : kNoNorm;
-  p.sides[kK].format = features & kQuantisedK ? kInt8 : kUnquantised;
-  p.sides[kV].format = features & kQuantisedV ? kInt8 : kUnquantised;
+  a.has_cache = cache[1] > 0, a.blocks = cache[0], a.block_size = cache[1];
+  a.position_strides[1] = 1, a.has_positions = bool(positions), a.positions = set(positions, a.position_strides);
+  a.has_slots = bool(slots), a.slots = set(slots, a.slot_strides);
+  a.cos = set(cos, a.cos_strides), a.sin = set(sin, a.sin_strides);
+  a.source = source, a.table_rows = table_rows, a.inv_freq_strides[1] = inv_freq, a.rounding = rounding;
+  a.sides[kQ].norm = a.sides[kK].norm = features & kOverHeads ? kAllHeads : features & kNorm ? kEachHead : kNoNorm;
+  a.sides[kV].norm = features & kNormV ? kEachHead : kNoNorm;
+  a.sides[kK].format = features & kQuantisedK ? kInt8 : kUnquantised;
+  a.sides[kV].format = features & kQuantisedV ? kInt8 : kUnquantised;
   a.wide_positions = a.wide_slots = true;
-  p.factor_hi = 1;
+  a.factor_hi = 1, a.offset = offset;
   return a;
 }
 
@@ -63,7 +64,8 @@ py::dict of(const cuda::Plan& plan) {
   d["vector"] = t.vector, d["vectors"] = t.vectors, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
   d["block"] = py::make_tuple(plan.block.x, plan.block.y, plan.block.z);
   d["grid"] = py::make_tuple(plan.grid.x, plan.grid.y, plan.grid.z);
-  d["by_block"] = plan.by_block, d["table_vectors"] = t.table_vectors, d["listed"] = t.starts[kSides];
+  d["usual"] = plan.general == nullptr, d["general"] = plan.general, d["by_block"] = plan.by_block;
+  d["table_vectors"] = t.table_vectors, d["listed"] = t.starts[kSides];
   for (int i = kQ; i <= kK; i++) {
     const cuda::Parts& parts = t.parts[i];
     d[i == kQ ? "q" : "k"] = py::make_tuple(parts.count, parts.tokens, parts.teams);
@@ -75,9 +77,12 @@ template <typename... Call>
 py::dict plan(int processors, Call... call) {
   Args a = args(call...);
   simplify(a);
-  const cuda::RotatePlan plan = cuda::plan_rotate(a, processors);
+  const cuda::Plan plan = cuda::plan_rotate(a, processors);
   py::dict d = of(plan);
-  d["usual"] = plan.usual.has_value(), d["seq"] = a.seq;
+  d["seq"] = a.seq;
+  py::list rules;
+  for (const auto& [holds, words] : cuda::general_rules(a, plan)) rules.append(words);
+  d["rules"] = rules;
   return d;
 }
 
@@ -87,10 +92,8 @@ py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
   Args a = args(call...);
   for (int i = kQ; i <= kK; i++) a.sides[i].before = set(x[i], a.sides[i].before_strides);
   merge_batch(a);
-  const cuda::BackwardPlan plan = cuda::plan_norm_backward(a);
-  py::dict d = of(plan);
-  d["usual"] = plan.usual.has_value();
-  return d;
+  const cuda::Plan plan = cuda::plan_norm_backward(a);
+  return of(plan);
 }
 
 template <typename... Call>

@@ -100,6 +100,8 @@ def _ninja(folder: Path, extension: Path) -> str:
         objects = []
         sources |= {f"csrc/{name}.cpp": hidden for name in shared}
     shaders = [p for f in ("shaders/*.*", "csrc/*.h", "csrc/mps/*.h") for p in sorted(ROOT.glob(f))]
+    # The extension defines the operators, and torch lets only one library do so for a namespace.
+    sources["csrc/operators.cpp"] = f"{hidden} -DROPE_NAMESPACE=rope_of_the_simulator"
     lines.append(f"build {folder}/shaders.cpp: embed | {' '.join(map(str, shaders))}")
     sources[f"{folder}/shaders.cpp"] = hidden
     for source, flags in sources.items():

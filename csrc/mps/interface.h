@@ -1,6 +1,6 @@
 // The interface between the host and the shaders: function constants, structs passed by setBytes, and buffer numbers.
-#ifndef ROPE_MPS_KERNELS_H
-#define ROPE_MPS_KERNELS_H
+#ifndef ROPE_MPS_INTERFACE_H
+#define ROPE_MPS_INTERFACE_H
 
 #include "../args.h"
 
@@ -27,7 +27,7 @@
   X(17, all_heads)      /* the norm of q and k is over all heads of a token */                               \
   X(18, v_apart)        /* v has another head_dim than k, and is not in the list of heads */                 \
   X(19, lanes)          /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
-  X(21, position_dtype)  /* DType of the positions that cos_sin takes */
+  X(20, position_dtype) /* DType of the positions that cos_sin takes */
 
 // The buffers of the kernels that rotate. X(type, name, number, present): kBuffer<number> is the number of the buffer,
 // and a function constant k_has_<name> tells whether it is present. Those of q, k and v follow each other. T is the
@@ -62,45 +62,29 @@ enum { kSimd = 32 };
 // The most threads of a threadgroup: usually, and if it shares the work for all heads of a token, a part or a row.
 enum { kThreads = 128, kSharedThreads = 256 };
 
-// csrc/mps/plan.h explains chunks and shares. The kernels count the heads of q, k and v in one list: first those of q,
-// then those of k, then those of v, unless v is apart.
+// csrc/mps/dispatch.h explains chunks and shares. The kernels count the heads of q, k and v in one list: first those of
+// q, then those of k, then those of v, unless v is apart.
 struct TiledParams {
   Args args;
-  rope_int last_position;      // the largest valid position, if there is a range
+  PositionRange positions;     // those that are allowed
   unsigned chunks, rotated;    // of a head: all chunks, and the rotated ones, which come first
   unsigned first[kSides + 1];  // in the list of heads: the first of q, of k and of v, and the end
   unsigned shares;             // of a token: share s takes the heads s, s + shares, s + 2 shares ...
   unsigned tokens;             // batch * seq
   int tokens_first;            // neighbouring threads take neighbouring tokens; otherwise neighbouring shares
-  int has_range;               // a position must lie in 0 .. last_position
   float one;                   // 1, which the shaders' compiler does not know; see RoundedStep
-};
-
-// Parameters of the norm's backward. An item is the work that a team does at once: kHeads neighbouring heads of q or of
-// k, or in norm_backward_wide one group. A part is a number of neighbouring items, which one threadgroup sums.
-struct NormBackward {
-  TiledParams rotate;     // rotates the gradients back
-  rope_int items[2];      // of q and of k
-  unsigned part_items;    // items of a part; the last part may have fewer
-};
-
-// Parameters of the sums over parts.
-struct SumParts {
+  // For the backward of a norm, whose threadgroups each sum a part: see cut_into_parts() in csrc/mps/dispatch.h.
   unsigned parts;
+  unsigned part_items;   // items of a part; the last part may have fewer
+  rope_int items[2];     // of q and of k
   unsigned channels[2];  // of the sums for q and for k: head_dim, or heads * head_dim if the norm is over all heads
 };
-
-static_assert(sizeof(TiledParams) == sizeof(Args) + 56 && sizeof(NormBackward) == sizeof(TiledParams) + 24,
-              "the layout must be the same on host and device");
+static_assert(sizeof(TiledParams) == sizeof(Args) + 88 && sizeof(TiledParams) <= 4096,
+              "the layout must be the same on host and device, and setBytes takes at most 4096 bytes");
 
 // Buffer numbers. The last ones are for the backward of a norm: q and k before the norm, and the sums of the parts.
 #define ROPE_NUMBER(type, name, number, present) kBuffer##number,
-enum Buffer : int {
-  kBufferParams,
-  ROPE_BUFFERS(ROPE_NUMBER, ) kBufferQBefore,
-  kBufferKBefore,
-  kBufferSums
-};
+enum Buffer : int { kBufferParams, ROPE_BUFFERS(ROPE_NUMBER, ) kBufferQBefore, kBufferKBefore, kBufferSums };
 
 }  // namespace mps
 }  // namespace rope

@@ -18,13 +18,12 @@ struct Queue {
 // Returns the architecture that the kernels are compiled for of which the current device runs the code, such as 90.
 cudaError_t architecture(int& found);
 
-cudaError_t rotate_usually(const Args& a, const RotatePlan& plan, Queue queue);  // needs plan.usual
-cudaError_t rotate_generally(const Args& a, const RotatePlan& plan, Queue queue);
+cudaError_t rotate_usually(const Args& a, const Plan& plan, Queue queue);  // needs a plan that is not general
+cudaError_t rotate_generally(const Args& a, const Plan& plan, Queue queue);
 
 // sums: plan.sums numbers, for the sums of each part. The kernels write them before they read them.
 // weight_grad: the gradients of the weights of q and k, contiguous, of the shapes and dtypes of the weights.
-cudaError_t norm_backward(const Args& a, const BackwardPlan& plan, double* sums,
-                          void* const (&weight_grad)[2], Queue queue);
+cudaError_t norm_backward(const Args& a, const Plan& plan, double* sums, void* const (&weight_grad)[2], Queue queue);
 cudaError_t cos_sin(const CosSinArgs& c, Queue queue);  // the positions must be contiguous
 
 }  // namespace rope::cuda

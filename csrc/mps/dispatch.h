@@ -35,10 +35,6 @@
 
 namespace rope::mps {
 
-struct Size3 {
-  rope_int x, y, z;
-};
-
 struct BoundTensor {
   int buffer;  // Buffer
   const Tensor* tensor;
@@ -47,10 +43,11 @@ struct BoundTensor {
   bool has_heads() const { return buffer <= kBufferVOut || buffer == kBufferQBefore || buffer == kBufferKBefore; }
 };
 
-struct Plan {
+// One dispatch of a kernel: which kernel, and what it is given.
+struct Dispatch {
   Kernel kernel;
   Constants constants;
-  TiledParams rotate;
+  TiledParams params;
   c10::SmallVector<BoundTensor, 24> tensors;
   bool wide;   // what is normalised together is a wide group
   Size3 work;  // rotate: threads. norm_rotate: teams, in x. A norm over all heads: tokens in x, and sides in y
@@ -106,7 +103,7 @@ inline void check_types(const Call& call) {
 
 // Returns the tensors that the kernels take. A backward also has q and k before the norm.
 inline auto tensors_of(const Call& call) {
-  decltype(Plan::tensors) all;
+  decltype(Dispatch::tensors) all;
   const auto add = [&](int buffer, const Tensor* t) {
     if (t) all.push_back({buffer, t});
   };
@@ -187,27 +184,27 @@ constexpr rope_int kEnough = 16 * kSimd;
 // With a norm, whether V is 1 and whether heads are wide follows from sizes alone, never from strides or addresses,
 // because it determines the order of the norm's sums: the layout of a tensor must not change a bit of the result. V = 8
 // gives the bits of V = 4; see sum_of_products() in shaders/sums.h.
-inline int lay_out_channels(const Call& call, bool backward, Plan& plan) {
-  TiledParams& r = plan.rotate;
-  Constants& c = plan.constants;
-  const Args& p = r;
+inline int lay_out_channels(const Call& call, Dispatch& dispatch) {
+  TiledParams& r = dispatch.params;
+  Constants& c = dispatch.constants;
+  const Args& p = r.args;
   const auto aligned = [&](int vector) {
     return fits(p, vector) && (!c.v_apart || p.sides[kV].head_dim % vector == 0) &&
-           std::all_of(plan.tensors.begin(), plan.tensors.end(),
+           std::all_of(dispatch.tensors.begin(), dispatch.tensors.end(),
                        [&](const BoundTensor& t) { return !t.has_heads() || in_vectors(*t.tensor, vector); });
   };
   const bool teams = c.normalised != 0, four = teams ? fits(p, 4) : aligned(4);
   const bool wide_head = teams && !c.all_heads && chunks_of(p, four ? 4 : 1, true).all > kSimd;
-  plan.wide = wide_head || c.all_heads;
+  dispatch.wide = wide_head || c.all_heads;
   const bool rest = writes_rest(p, c.in_place & 1 << kQ, c.in_place & 1 << kK);
   const auto enough = [&](int vector) {
     const rope_int chunks = chunks_of(p, vector, rest).all;
     return r.tokens * rope_int(r.shares) * (teams ? power_of_two(chunks) : chunks) >= kEnough;
   };
   int vector = 1;
-  if (!backward && call.q().element_size() == 2 && !plan.wide && four && aligned(8) && enough(8)) {
+  if (!call.is_backward() && call.q().element_size() == 2 && !dispatch.wide && four && aligned(8) && enough(8)) {
     vector = 8;
-  } else if (four && !wide_head && (teams || backward || enough(4))) {
+  } else if (four && !wide_head && (teams || call.is_backward() || enough(4))) {
     vector = 4;
   }
   const Chunks chunks = chunks_of(p, vector, rest);
@@ -217,48 +214,45 @@ inline int lay_out_channels(const Call& call, bool backward, Plan& plan) {
   c.weight_vectors = vector != 1 && c.normalised & (1 << kQ | 1 << kK);
   for (const SideTensors& side : call.sides) c.weight_vectors &= !side.weight || in_vectors(*side.weight, 4);
   c.table_vectors = call.cos && vector != 1 && in_vectors(*call.cos, 4) && in_vectors(*call.sin, 4);
-  if (teams) c.lanes = plan.wide ? int(kSimd) : int(power_of_two(chunks.all));
+  if (teams) c.lanes = dispatch.wide ? int(kSimd) : int(power_of_two(chunks.all));
   return vector;
 }
 
 // Chooses the kernel, and the work that it divides among threads.
-inline void choose_kernel(std::string_view type, bool backward, int vector, rope_int table_rows, Plan& plan) {
+inline void choose_kernel(std::string_view type, bool backward, int vector, Dispatch& dispatch) {
   static constexpr std::string_view kFamilies[2][2] = {{"norm_rotate", "norm_rotate_wide"},
                                                        {"norm_backward", "norm_backward_wide"}};
-  const TiledParams& r = plan.rotate;
-  const Args& p = r;
+  const TiledParams& r = dispatch.params;
+  const Args& p = r.args;
   const rope_int tokens = r.tokens, shares = r.shares;
-  const bool narrow = std::max({tokens * r.first[kSides], table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
-                      std::none_of(plan.tensors.begin(), plan.tensors.end(),
+  const bool narrow = std::max({tokens * r.first[kSides], p.table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
+                      std::none_of(dispatch.tensors.begin(), dispatch.tensors.end(),
                                    [](const BoundTensor& t) { return needs_64_bits(*t.tensor); });
   const int offset_bits = narrow ? 32 : 64;
-  if (!plan.constants.normalised) {
-    plan.kernel = {"rotate", "rotate", type, vector, offset_bits};
-    plan.work = {r.chunks, r.tokens_first ? tokens : shares, r.tokens_first ? shares : tokens};
+  if (!dispatch.constants.normalised) {
+    dispatch.kernel = {"rotate", "rotate", type, vector, offset_bits};
+    dispatch.work = {r.chunks, r.tokens_first ? tokens : shares, r.tokens_first ? shares : tokens};
   } else {
-    plan.kernel = {backward ? "norm_backward" : "norm", kFamilies[backward][plan.wide], type, vector,
-                   backward || plan.wide ? 0 : offset_bits};
-    plan.work = {tokens * shares, 1, 1};
+    dispatch.kernel = {backward ? "norm_backward" : "norm", kFamilies[backward][dispatch.wide], type, vector,
+                       backward || dispatch.wide ? 0 : offset_bits};
+    dispatch.work = {tokens * shares, 1, 1};
   }
-  if (plan.constants.all_heads) plan.work = {tokens, plan.constants.tensors, 1};
+  if (dispatch.constants.all_heads) dispatch.work = {tokens, dispatch.constants.tensors, 1};
 }
 
 // Lays out a call that rotates, or the backward of one with a norm.
-inline Plan plan(const Call& call, const Args& a) {
+inline Dispatch dispatch_of(const Call& call, const Args& a) {
   const std::string_view type = type_of(call.op, call.q_name(), call.q());
-  Plan plan{};
-  TiledParams& r = plan.rotate;
+  Dispatch dispatch{};
+  TiledParams& r = dispatch.params;
   r.args = a;
-  plan.constants = constants_of(call, a);
-  plan.tensors = tensors_of(call);
-  const PositionRange range = position_range(a);
-  r.has_range = range.limited;
-  r.last_position = range.last;
+  dispatch.constants = constants_of(call, a);
+  dispatch.tensors = tensors_of(call);
+  r.positions = position_range(a);
   r.one = 1.0f;
-  lay_out_heads(call, r, plan.constants);
-  const bool backward = call.is_backward();
-  choose_kernel(type, backward, lay_out_channels(call, backward, plan), a.table_rows, plan);
-  return plan;
+  lay_out_heads(call, r, dispatch.constants);
+  choose_kernel(type, call.is_backward(), lay_out_channels(call, dispatch), dispatch);
+  return dispatch;
 }
 
 // A number of threads that is cut into threadgroups, or a number of threadgroups.
@@ -270,51 +264,51 @@ struct Grid {
 // Returns a grid of threads, with threadgroups of at most `threads` threads. A threadgroup takes as much of the grid as
 // it can along x, then along y, then along z, because threads that are neighbours along x read neighbouring memory.
 inline Grid grid_of(const Size3& size, rope_int threads) {
-  const rope_int x = std::min(size.x, threads), y = std::min(size.y, threads / x),
-                 z = std::min(size.z, threads / x / y);
-  return {size, {x, y, z}};
+  const rope_int x = std::min(size.x, threads), y = std::min(size.y, threads / x);
+  return {size, {x, y, std::min(size.z, threads / x / y)}};
 }
 
 // Returns how many threads share the work for a wide group: at most `most`, and not many more than there are chunks.
-inline rope_int group_threads(const Plan& plan, rope_int most) {
-  const Side* const sides = plan.rotate.args.sides;
-  const rope_int heads = plan.constants.all_heads ? std::max(sides[kQ].heads, sides[kK].heads) : 1;
-  const rope_int threads = ceil_div(heads * plan.rotate.chunks, kSimd) * kSimd;
+inline rope_int group_threads(const Dispatch& dispatch, rope_int most) {
+  const Side* const sides = dispatch.params.args.sides;
+  const rope_int heads = dispatch.constants.all_heads ? std::max(sides[kQ].heads, sides[kK].heads) : 1;
+  const rope_int threads = ceil_div(heads * dispatch.params.chunks, kSimd) * kSimd;
   return std::clamp(threads, rope_int(kSimd), std::min<rope_int>(most, kSharedThreads));
 }
 
 // Returns the grid of a kernel that rotates. most: how many threads a threadgroup may have, a multiple of kSimd. It has
 // whole SIMD groups, so few that there are at least 32 threadgroups if there are as many SIMD groups.
-inline Grid grid_of(const Plan& plan, rope_int most) {
-  const Size3& work = plan.work;
-  if (plan.constants.all_heads) return {work, {group_threads(plan, most), 1, 1}, true};
-  const rope_int lanes = plan.constants.lanes, all = work.x * work.y * work.z * std::max(lanes, rope_int(1));
+inline Grid grid_of(const Dispatch& dispatch, rope_int most) {
+  const Size3& work = dispatch.work;
+  if (dispatch.constants.all_heads) return {work, {group_threads(dispatch, most), 1, 1}, true};
+  const rope_int lanes = dispatch.constants.lanes, all = work.x * work.y * work.z * std::max(lanes, rope_int(1));
   const rope_int threads = std::clamp(all / 32 / kSimd * kSimd, rope_int(kSimd), std::min<rope_int>(most, kThreads));
   if (!lanes) return grid_of(work, threads);
   return {{ceil_div(work.x, threads / lanes), 1, 1}, {threads, 1, 1}, true};
 }
 
-// How the norm's backward sums the gradients of the weights. The items of q, and separately those of k, are cut into
-// parts: neighbouring items, which one threadgroup sums. A second kernel adds up the sums of the parts. The cut follows
-// from sizes and from the number of threads in a threadgroup, which depends only on the kind of GPU and on Metal's
-// compiler; so one kind of GPU with one release of macOS always gives the same bits. There are at most 1024 parts, or
-// 256 if the norm is over all heads, because the sums of a part are longer then. A part has at least 4 items for each
-// team of the threadgroup, or 32 wide groups.
+// How the norm's backward sums the gradients of the weights. An item is the work that a team does at once: kHeads
+// neighbouring heads of q or of k, or in norm_backward_wide one group. The items of q, and separately those of k, are
+// cut into parts: neighbouring items, which one threadgroup sums. A second kernel adds up the sums of the parts. The
+// cut follows from sizes and from the number of threads in a threadgroup, which depends only on the kind of GPU and on
+// Metal's compiler; so one kind of GPU with one release of macOS always gives the same bits. There are at most 1024
+// parts, or 256 if the norm is over all heads, because the sums of a part are longer then. A part has at least 4 items
+// for each team of the threadgroup, or 32 wide groups.
 //
-// Fills what follows from the plan, and returns how many threads a threadgroup has. most: how many it may have.
-inline rope_int cut_into_parts(const Plan& plan, rope_int most, NormBackward& n, SumParts& s) {
-  const Args& p = plan.rotate.args;
-  const bool all_heads = plan.constants.all_heads;
+// Fills params with the cut, and returns how many threads a threadgroup has. most: how many it may have.
+inline rope_int cut_into_parts(Dispatch& dispatch, rope_int most) {
+  TiledParams& r = dispatch.params;
+  const bool all_heads = dispatch.constants.all_heads;
   for (int i = 0; i < kV; i++) {
-    const rope_int heads = p.sides[i].heads;
-    n.items[i] = p.batch * p.seq * (all_heads ? 1 : plan.wide ? heads : ceil_div(heads, kHeads));
-    s.channels[i] = unsigned(p.sides[kQ].head_dim * (all_heads ? heads : 1));
+    const rope_int heads = r.args.sides[i].heads;
+    r.items[i] = r.args.batch * r.args.seq * (all_heads ? 1 : dispatch.wide ? heads : ceil_div(heads, kHeads));
+    r.channels[i] = unsigned(r.args.sides[kQ].head_dim * (all_heads ? heads : 1));
   }
-  const rope_int threads = plan.wide ? group_threads(plan, most) : std::min<rope_int>(most, kThreads);
-  const rope_int items = std::max(n.items[kQ], n.items[kK]), parts = all_heads ? 256 : 1024,
-                 least = plan.wide ? rope_int(kSimd) : threads / plan.constants.lanes * 4;
-  n.part_items = unsigned(least * std::max(ceil_div(items, parts * least), rope_int(1)));
-  s.parts = unsigned(ceil_div(items, n.part_items));  // of q, and as many of k; those past the last item are empty
+  const rope_int threads = dispatch.wide ? group_threads(dispatch, most) : std::min<rope_int>(most, kThreads);
+  const rope_int items = std::max(r.items[kQ], r.items[kK]), parts = all_heads ? 256 : 1024,
+                 least = dispatch.wide ? rope_int(kSimd) : threads / dispatch.constants.lanes * 4;
+  r.part_items = unsigned(least * std::max(ceil_div(items, parts * least), rope_int(1)));
+  r.parts = unsigned(ceil_div(items, r.part_items));  // of q, and as many of k; those past the last item are empty
   return threads;
 }
 
