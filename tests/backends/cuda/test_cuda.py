@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from caches import check
-from cases import EMULATED, LAYOUTS, OPERATORS, assert_same, covering, name_of, python
+from cases import EMULATED, OPERATORS, assert_same, covering, name_of, python
 from cuda_calls import BLOCKS, CELLS, ROWS, call_outside, make_call, names_of, results_of
 from oracle import assert_accurate, assert_close, limits, rotate
 
