@@ -1,6 +1,5 @@
-// The CPU kernels, which are built once for each instruction set, and the data that the host file cpu.cpp passes to
-// them. This header has only plain data and pointers, because the kernel files must not include inline functions with
-// external linkage (see vec.h).
+// The CPU kernels, which are built once for each instruction set. This header has only plain data and pointers, because
+// the kernel files must not include inline functions with external linkage (see vec.h).
 #pragma once
 
 #include <cstddef>
@@ -10,31 +9,15 @@
 
 namespace rope::cpu {
 
-// The arguments of a rotation, and how to access memory.
-struct TunedArgs : Args {
-  bool stream;  // write results past the caches
-  bool fetch;   // prefetch memory
-};
-
-// The arguments of the backward of a norm, and how the gradients of the weights are summed. The tokens are cut into
-// slices of this size, and the tokens of a slice are summed in their order.
-struct SlicedArgs : Args {
-  int64_t slice;
-  double* sums;  // [slices, weights of q, then those of k]
-};
-
-// A kernel computes the items [begin, end) of a call.
-template <typename Args>
-struct Kernel {
-  size_t (*scratch_bytes)(const Args&);  // that one thread needs
-  void (*run)(const Args&, int64_t begin, int64_t end, void* scratch);
-};
-
+// Each kernel computes the items [begin, end) of a call.
 struct Kernels {
   const char* name;
-  Kernel<TunedArgs> rotate;                // items: tokens. Writes v too, if there is one
-  Kernel<SlicedArgs> norm_backward;  // items: slices
-  Kernel<CosSinArgs> cos_sin;  // items: tokens. positions and inv_freq must be double and contiguous
+  void (*rotate)(const Args&, int64_t begin, int64_t end);  // items: tokens. Writes v too, if there is one
+  // Items: slices, which have `slice` tokens each. Writes the gradients of x, and to `sums` those of the weights,
+  // [slices, weights of q, then those of k]. The tokens of a slice are summed in their order.
+  void (*norm_backward)(const Args&, int64_t slice, double* sums, int64_t begin, int64_t end);
+  // Items: tokens. positions and inv_freq must be double and contiguous.
+  void (*cos_sin)(const CosSinArgs&, int64_t begin, int64_t end);
 };
 
 const Kernels& kernels();  // the ones for the instruction set that torch has chosen
@@ -43,5 +26,17 @@ extern const Kernels plain;  // NEON on arm64
 #if defined(__x86_64__)
 extern const Kernels avx2, avx512;
 #endif
+
+// Returns an element of positions or slots.
+static inline int64_t integer(const void* from, bool wide, int64_t i) {
+  return wide ? static_cast<const int64_t*>(from)[i] : static_cast<const int32_t*>(from)[i];
+}
+
+// Returns the number of elements of q, k and v that belong to a token.
+static inline int64_t elements_of_token(const Args& a) {
+  int64_t n = 0;
+  for (const Side& side : a.sides) n += side.heads * side.head_dim;
+  return n;
+}
 
 }  // namespace rope::cpu

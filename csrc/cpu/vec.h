@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <new>
 #include <type_traits>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -47,12 +49,6 @@ struct bf16 {
   uint16_t bits;
 };
 
-// A number that the compiler knows.
-template <int64_t n>
-struct Constant {
-  constexpr operator int64_t() const { return n; }
-};
-
 template <typename To, typename From>
 inline To bits_as(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "");
@@ -91,8 +87,7 @@ inline float to_arithmetic(f16 x) {
 
 // Rounds to nearest, ties to even. A NaN stays a NaN. Rounding to bfloat16 adds to the low half of the float, and that
 // could make a NaN with a payload in the low half an infinity or a zero. But no such NaN gets here: arithmetic
-// keeps the payload of an operand, and plain_nan clears the payloads of tables, frequencies, positions and
-// weights.
+// keeps the payload of an operand, and plain_nan clears the payloads of tables, frequencies, positions and weights.
 inline void round_to(float x, float& out) { out = x; }
 inline void round_to(double x, double& out) { out = x; }
 inline void round_to(float x, bf16& out) {
@@ -153,9 +148,8 @@ inline double root(double a) { return __builtin_sqrt(a); }
 
 typedef float f32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef double f64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
-typedef float f32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many floats as f64v has doubles
 typedef uint32_t u32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
-typedef uint32_t u32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));
+typedef uint32_t u32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many as f64v has doubles
 typedef int32_t i32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef uint8_t u8v __attribute__((vector_size(ROPE_VECTOR_BYTES / 4)));  // as many numbers as f32v has floats
 typedef uint64_t u64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
@@ -291,14 +285,7 @@ inline void store(float* to, Floats a) {
 }
 
 inline Floats load(const bf16* from) {
-#if defined(ROPE_AVX512)
-  const u32v wide = u32v(_mm512_cvtepu16_epi32(load_bits<__m256i>(from)));
-#elif defined(ROPE_AVX2)
-  const u32v wide = u32v(_mm256_cvtepu16_epi32(load_bits<__m128i>(from)));
-#else
-  const u32v wide = __builtin_convertvector(load_bits<u16v>(from), u32v);
-#endif
-  return Floats(f32v(wide << 16));
+  return Floats(f32v(__builtin_convertvector(load_bits<u16v>(from), u32v) << 16));
 }
 template <bool stream = false>
 inline void store(bf16* to, Floats a) {
@@ -380,14 +367,22 @@ ROPE_INLINE void map_numbers(int64_t n, F&& f, A* numbers, const Others*... othe
   for (int64_t i = 0; i < n; i += Vector<A>::size) store(numbers + i, f(load(numbers + i), load(others + i)...));
 }
 
-// Copies n elements. Each stride leads to the next element.
-template <typename T>
-inline void copy_strided(const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t n) {
-  for (; n >= 4; n -= 4, x += 4 * x_stride, y += 4 * y_stride) {
-    const T a = x[0], b = x[x_stride], c = x[2 * x_stride], d = x[3 * x_stride];
-    y[0] = a, y[y_stride] = b, y[2 * y_stride] = c, y[3 * y_stride] = d;
+// Copies rows of x to columns of y: as many, and as many numbers of each, as a vector of 16 bytes has. Each stride
+// leads to the next row.
+template <typename T, size_t... i>
+inline void transpose_square(const T* x, int64_t x_stride, T* y, int64_t y_stride, std::index_sequence<i...>) {
+  typedef std::conditional_t<sizeof(T) == 2, uint16_t, T> V __attribute__((vector_size(16)));
+  constexpr int64_t n = sizeof...(i), half = n / 2;
+  V rows[n] = {load_bits<V>(x + int64_t(i) * x_stride)...}, zipped[n];
+  for (int64_t round = 1; round < n; round *= 2) {  // each zips row j with row j + n / 2: (a0, b0, a1, b1, ...)
+    for (int64_t j = 0; j < half; j++) {
+      const V a = rows[j], b = rows[j + half];
+      zipped[2 * j] = V{(i % 2 ? b : a)[i / 2]...};
+      zipped[2 * j + 1] = V{(i % 2 ? b : a)[half + i / 2]...};
+    }
+    std::memcpy(rows, zipped, sizeof rows);
   }
-  for (; n; n--, x += x_stride, y += y_stride) *y = *x;
+  (store_bits(y + int64_t(i) * y_stride, rows[i]), ...);
 }
 
 }  // namespace
