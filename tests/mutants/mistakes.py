@@ -195,7 +195,7 @@ WRITTEN_METAL = [
 PYTHON = [
     ("vmap: every sample is the first", "_register.py", "select(dim, i)", "select(dim, 0)", "pytorch/test_vmap"),
     ("vmap: results are written along the first dimension", "_register.py", "given[x].movedim(dims[x], 0).copy_(out)", "given[x].copy_(out)", "pytorch/test_vmap"),
-    ("vmap: tables by position are taken for tables by token", "_signatures.py", "if name in (\"cos\", \"sin\") and dim == 2:", "if name in (\"cos\", \"sin\") and dim == 1:", "pytorch/test_vmap"),
+    ("sharding: tables by position are taken for tables by token", "_signatures.py", "if name in (\"cos\", \"sin\") and dim == 2:", "if name in (\"cos\", \"sin\") and dim == 1:", "pytorch/test_parallel"),
     ("flops: a norm counts no flops", "_register.py", "channel = 4 if shapes", "channel = 0 if shapes", "pytorch/test_flops"),
     ("compile: a slice counts from the beginning of the storage", "_inductor_slices.py", "statically_known_true(base.storage_offset() == 0)", "True", "pytorch/test_in_place"),
     ("sharding: norm_rotate_qk takes Partial", "parallel.py", "(rotated if \"q_norm_weight\" not in call else ())", "rotated", "pytorch/test_parallel"),

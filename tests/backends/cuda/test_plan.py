@@ -1,7 +1,7 @@
 """Tests of the launch plans of CUDA, which follow from sizes, strides and addresses alone.
 
 The emulator runs the kernels with plans for one multiprocessor, and shows that they compute the right values. These
-tests plan random calls for whole GPUs: all heads, tokens and rows must be taken, in the widest accesses that are
+tests plan random calls for whole GPUs: all heads and tokens must be taken, in the widest accesses that are
 aligned, and within the limits of CUDA. They need --emulate, because the emulator's module has the plans.
 """
 
@@ -111,10 +111,7 @@ class Call:
         )
 
     def assert_accesses(self, plan, more=()):
-        """Asserts that vectors are as wide as they can be.
-
-        more: further tensors of the call.
-        """
+        """Asserts that vectors are as wide as they can be. more: further tensors of the call."""
         tensors = [t for t in (*self.inputs, *self.results, *more) if t is not None and t.shape[2]]
         norm = self.norm or self.norm_v or bool(more)
         full = 16 // self.q.itemsize
@@ -335,14 +332,14 @@ GENERAL = {  # calls that meet a rule of general_rules() in csrc/cuda/rotate_pla
         {"tables": [torch.empty(4096, n, device="meta")[:, :64] for n in (64, 128)]}
     ],
     "the frequencies are not adjacent, or not aligned to 16 bytes": [
-        {"inv_freq": torch.empty(128, device="meta")[::2]},
+        {"inv_freq": torch.empty(128, device="meta")[::2]}
     ],
     "eager_rounding is used with frequencies or with a cache": [
         {"inv_freq": FREQ, "rounding": 1},
         {"rounding": 1, "v": (2, 128)},
     ],
     "the blocks of a cache are neither adjacent nor of 2^n cells": [
-        {"v": (2, 128), "block_size": 24, "positions": None},
+        {"v": (2, 128), "block_size": 24, "positions": None}
     ],
     "no position is allowed, or 2^31 of them": [
         {"tables": [torch.empty(n, 64, device="meta")] * 2} for n in (0, 2**31)
