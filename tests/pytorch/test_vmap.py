@@ -3,17 +3,7 @@
 import pytest
 import torch
 from cases import written_by
-from programs import (
-    FUNCTIONAL,
-    IN_PLACE,
-    ROTATING,
-    call_of,
-    copies,
-    operands,
-    rope,
-    tables,
-    tensors_of,
-)
+from programs import FUNCTIONAL, IN_PLACE, ROTATING, call_of, copies, operands, rope, tables, tensors_of
 from torch.func import grad, vmap
 
 import torch_rope
