@@ -37,12 +37,6 @@ SOURCES = {
 }
 
 
-def doubles(device, *shapes, requires_grad=True):
-    """Returns random float64 tensors, because finite differences need that precision."""
-    need(device, torch.float64)
-    return [torch.randn(s, dtype=torch.float64, device=device, requires_grad=requires_grad) for s in shapes]
-
-
 def call_in_float64(op, source, device, **more):
     """Returns (tensors, how many of them are angles, a function of these tensors).
 
@@ -94,7 +88,9 @@ def test_gradients_of_the_gradient_of_a_norm_pass_gradcheck(over_heads, device):
 
 @pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
 def test_gradients_of_cos_sin_pass_gradcheck(shape, device):
-    positions, freq, on_axes, freqs = doubles(device, shape, (3,), (2, *shape), (2, 3))
+    need(device, torch.float64)
+    leaf = {"dtype": torch.float64, "device": device, "requires_grad": True}
+    positions, freq, on_axes, freqs = (torch.randn(s, **leaf) for s in (shape, (3,), (2, *shape), (2, 3)))
     options = {"attention_factor": 1.3, "dtype": torch.float64}
     for function, inputs in (
         (lambda p, f: rope.cos_sin(p, f, **options), (positions, freq)),
@@ -374,10 +370,7 @@ def test_what_autograd_saved_is_cloned_before_it_is_written(name, device):
     ],
 )
 def test_torch_func_agrees_with_plain_autograd(number, op, over_heads, device):
-    """Every transform gives the derivatives of plain autograd, with respect to q, k and the angles or weights.
-
-    So does every nesting of forward and reverse mode, and a transform inside plain autograd.
-    """
+    """So does every nesting of forward and reverse mode, and a transform inside plain autograd."""
     source, more = [*SOURCES][number], {"interleaved": True, "over_heads": over_heads}
     inputs, angles, function = call_in_float64(op, source, device, **more)
     inputs = [t.detach() for t in inputs]

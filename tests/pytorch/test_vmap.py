@@ -59,11 +59,8 @@ def with_samples(call, names):
 
 
 def mapped_of(op):
-    """Returns lists of the arguments that are mapped together.
-
-    Each argument is mapped alone, or with those that the operator writes in place; the arguments that are rotated are
-    mapped together, and so are all arguments.
-    """
+    """Returns lists of the arguments that are mapped together: each argument with those that the operator writes in
+    place, the arguments that are rotated, and all arguments."""
     call, written = list(a_call_of(op, "cpu")), written_by(op)
     alone = [[name, *written] for name in call if name not in written]
     rotated = [name for name in call if name in ("x", "q", "k", *written)]

@@ -37,11 +37,6 @@ def meta(*shape, dtype=torch.float32, layout="bshd"):
         return LAYOUTS[layout](shape, dtype, "meta")
 
 
-def last_offset(t):
-    """Returns the element offset of the last element."""
-    return sum(max(n - 1, 0) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-
-
 def is_aligned(t, width):
     """Returns whether neighbouring channels are adjacent, and all heads begin at multiples of `width` bytes."""
     strides = [t.storage_offset(), *(stride for n, stride in zip(t.shape[:-1], t.stride(), strict=False) if n > 1)]
@@ -165,10 +160,7 @@ def random_size(draw):
 
 
 def irregular(draw, t):
-    """Returns a tensor of the same sizes that lies in memory in another way.
-
-    It is not aligned, not adjacent, or so large that an element offset is next to 2^31.
-    """
+    """Returns a tensor of the same sizes that is not aligned, not adjacent, or has an element offset next to 2^31."""
     strides, start, way = list(t.stride()), 0, draw.choice(["start", "gap", "step", "far", "far"])
     axes = [d for d, n in enumerate(t.shape) if n > 1]
     # The stride of a dimension of one element does not matter.
@@ -181,9 +173,9 @@ def irregular(draw, t):
     elif way == "step":
         strides = [2 * stride for stride in strides]
     else:
-        rest = last_offset(t) - (t.shape[axis] - 1) * strides[axis]
+        others = (max(n - 1, 0) * strides[d] for d, n in enumerate(t.shape) if d != axis)
         last = draw.choice([INT32, INT32 + 1, INT32 - 8, INT32 + 9, 2**40])
-        strides[axis] = max(0, last - rest) // max(1, t.shape[axis] - 1)
+        strides[axis] = max(0, last - sum(others)) // max(1, t.shape[axis] - 1)
     return torch.empty(0, device="meta", dtype=t.dtype).as_strided(t.shape, strides, start)
 
 
@@ -222,16 +214,6 @@ def random_call(draw):
     norm = draw.choice(["", "", "norm", "over heads"])
     options |= {"norm": bool(norm), "over_heads": norm == "over heads"}
     return Call(**tensors, **options, outputs=outputs or None, tables=tables or None)
-
-
-def random_gradients(draw, batch, seq, q_heads, k_heads, head_dim):
-    """Returns the gradients of q and k, and then q and k, of which at most one is irregular."""
-    dtype = draw.choice(DTYPES)
-    tensors = [meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads) * 2]
-    if draw.random() < 0.6:
-        i = draw.randrange(4 if k_heads else 1)
-        tensors[i] = irregular(draw, tensors[i])
-    return tensors
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -469,7 +451,12 @@ def test_the_backward_of_a_norm_takes_every_token(seed):
     draw = random.Random(seed)
     for _ in range(4):
         batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
-        q, k, *x = random_gradients(draw, batch, seq, q_heads, k_heads, head_dim)
+        dtype = draw.choice(DTYPES)
+        tensors = [meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads) * 2]
+        if draw.random() < 0.6:
+            i = draw.randrange(4 if k_heads else 1)
+            tensors[i] = irregular(draw, tensors[i])
+        q, k, *x = tensors  # the gradients of q and k, and then q and k
         call = Call(q, k, **rotated, norm=True, over_heads=draw.random() < 0.25)
         p = plan_backward(call, x)
         call.assert_accesses(p, x)
