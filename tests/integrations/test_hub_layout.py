@@ -80,4 +80,4 @@ def test_the_metal_kernels_are_text(tree):
     command = ["c++", "-std=c++20", "-fsyntax-only", *(f"-I{path}" for path in metal["include"]), shaders]
     subprocess.run(command, cwd=tree, check=True)
     text = (tree / shaders).read_text()
-    assert text.count("_kernel(") == 8
+    assert text.count("_kernel(") == 7

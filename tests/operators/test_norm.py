@@ -106,10 +106,7 @@ ONE_HEAD = {
 
 @pytest.mark.parametrize("case", cases.covering(ONE_HEAD), ids=cases.name_of)
 def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
-    """The result of a head does not depend on the layout, nor on the other tokens and heads of the call.
-
-    It is the same in tensors of three dimensions and of four.
-    """
+    """Also in tensors of three dimensions."""
     norm, dtype, head_dim, interleaved = case.values()
     size, over_heads = (2, 5, 6, 2, head_dim, head_dim // 2 * 2), norm == "over heads"
     (q, k, *weights), angles = make_norm(device, size=size, source=SOURCES[0], dtype=dtype, over_heads=over_heads)

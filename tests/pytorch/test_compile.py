@@ -209,25 +209,13 @@ def test_inputs_that_require_grad_may_be_rotated_in_place_without_grad(mode, dev
             assert_same_call(function, program, *(t.requires_grad_(requires_grad) for t in operands(op, device)))
 
 
-INSTEAD = "because the in-place operator has no gradient; use "
-OF_THE_CACHE = INSTEAD + "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself, or torch.no_grad()"
-
-
 @pytest.mark.shared
-@pytest.mark.parametrize(
-    "op, name, message",
-    [
-        ("rotate_qk_", "k", INSTEAD + "rope.rotate_qk, or torch.no_grad()"),
-        ("rotate_into_cache_", "k", OF_THE_CACHE),  # k is only read
-        ("rotate_into_cache_", "k_cache", OF_THE_CACHE),
-        ("norm_rotate_qk", "cos", "because its gradient is not implemented"),
-    ],
-)
-def test_requiring_a_gradient_that_does_not_exist_is_an_error(op, name, message, device):
+@pytest.mark.parametrize("op, name", [("rotate_qk_", "k"), *(("rotate_into_cache_", x) for x in ("k", "k_cache"))])
+def test_requiring_a_gradient_that_does_not_exist_is_the_error_of_eager(op, name, device):
     tensors = [*operands(op, device), *tables(device)]
     tensors[[a.name for a in schema_of(op).arguments].index(name)].requires_grad_()
     function = lambda *t: getattr(rope, op)(*(x * 1 for x in t))  # noqa: E731
-    with pytest.raises(RuntimeError, match=re.escape(f"{name} requires grad but must not, {message}")) as eager:
+    with pytest.raises(RuntimeError, match=f"{name} requires grad but must not") as eager:
         function(*tensors)
     with pytest.raises(RuntimeError, match=re.escape(str(eager.value))):
         compiled(function, device, backend="aot_eager")(*tensors)
@@ -263,7 +251,7 @@ def test_one_program_gives_the_gradients_of_learned_angles_at_all_lengths_and_of
         program, counter = counted(function, dynamic=True)
         for seq, offset in ((5, 4), (6, 2), (17, 30)):
             given = needed, [*qk(device, seq), *angles], qk(device, seq), offset
-            torch.testing.assert_close(run(program, *given), run(function, *given))
+            torch.testing.assert_close(run(program, *given), run(function, *given), rtol=1e-6, atol=1e-5)
         assert counter.frame_count == 1
 
 

@@ -13,11 +13,7 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("_memory_of_others")]
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_every_operator_is_registered_for_all_dispatch_keys_that_it_needs(op):
-    """An operator needs a kernel, a fake implementation, autograd and vmap.
-
-    An in-place operator needs ADInplaceOrView and Negative too.
-    test_parallel.py tests the rules for DTensor, and test_flops.py the flop formulas.
-    """
+    """test_parallel.py tests the rules for DTensor, and test_flops.py the flop formulas."""
     keys = ["CPU", "Meta", "Autograd", "FuncTorchBatched"]
     keys += ["ADInplaceOrView", "Negative"] if op in IN_PLACE else []
     assert [key for key in keys if not torch._C._dispatch_has_kernel_for_dispatch_key(f"rope::{op}", key)] == []

@@ -2,22 +2,8 @@
 
 import pytest
 import torch
-from cases import covering, name_of, written_by
-from programs import (
-    DIM,
-    FUNCTIONAL,
-    HEADS,
-    IN_PLACE,
-    KV_HEADS,
-    ROTATING,
-    call_of,
-    copies,
-    norm_weights,
-    operands,
-    rope,
-    tables,
-    tensors_of,
-)
+from cases import written_by
+from programs import FUNCTIONAL, IN_PLACE, ROTATING, call_of, copies, operands, rope, tables, tensors_of
 from torch.func import grad, vmap
 
 import torch_rope
@@ -55,11 +41,6 @@ def assert_vmap(function, in_dims, *args, close=torch.equal):
         assert torch.equal(x, y)
 
 
-def mapped(make, dim):
-    """Returns N samples, stacked along dim, or one if dim is None."""
-    return make() if dim is None else torch.stack([make() for _ in range(N)], dim)
-
-
 # ---- every argument of every operator ----
 
 
@@ -69,18 +50,17 @@ def a_call_of(op, device):
 
 
 def with_samples(call, names):
-    """Returns in_dims and the arguments. Those in names get a dimension of samples, which is the first or the last."""
-    dims = {name: None if name not in names else 0 if i % 2 else -1 for i, name in enumerate(call)}
+    """Returns in_dims and the arguments. Those in names get a dimension of samples: the first, the second or the last."""
+    dims = {
+        name: None if name not in names else (-1, 0, min(1, call[name].dim()))[i % 3] for i, name in enumerate(call)
+    }
     stacked = lambda t, dim: t if dim is None else torch.stack([t, t.flip(0), t.roll(1, 0)], dim)  # noqa: E731
     return tuple(dims.values()), tuple(map(stacked, call.values(), dims.values()))
 
 
 def mapped_of(op):
-    """Returns lists of the arguments that are mapped together.
-
-    Each argument is mapped alone, or with those that the operator writes in place; the arguments that are rotated are
-    mapped together, and so are all arguments.
-    """
+    """Returns lists of the arguments that are mapped together: each argument with those that the operator writes in
+    place, the arguments that are rotated, and all arguments."""
     call, written = list(a_call_of(op, "cpu")), written_by(op)
     alone = [[name, *written] for name in call if name not in written]
     rotated = [name for name in call if name in ("x", "q", "k", *written)]
@@ -117,10 +97,7 @@ def test_each_argument_can_be_mapped_or_is_an_error(op, device):
 @pytest.mark.parametrize("which", ["the first", "what is rotated", "angles", "all"])
 @pytest.mark.parametrize("op", FUNCTIONAL)
 def test_vmap_of_gradients_agrees_with_gradients_of_vmap(op, which, of_result, device):
-    """vmap of gradients gives what a loop gives, whether the incoming gradient is mapped or the same for all samples.
-
-    The gradient of vmap is the same for a mapped argument, and the sum over the samples for a shared one.
-    """
+    """The incoming gradient is mapped, or the same for all samples. That of a shared argument is a sum over samples."""
     call = a_call_of(op, device)
     angles = ("cos", "sin") if op in ROTATING else ("inv_freq",)
     rotated = [name for name in call if name in ("x", "q", "k", "q_out_grad", "k_out_grad")]
@@ -151,72 +128,6 @@ def test_a_tensor_that_is_written_must_be_mapped(op, device):
     with pytest.raises(RuntimeError, match=f"rope.{op}: (x|q) is not mapped by vmap but must be"):
         vmap(lambda p: getattr(rope, op)(*xs, *tables(device), positions=p))(positions)
     assert all(map(torch.equal, xs, before))
-
-
-# ---- samples along any dimension ----
-
-
-def vmap_angles(device):
-    """Returns a dict from a name to ((cos, sin, inv_freq, positions), in_dims)."""
-
-    def table(*shape, dim=None):
-        return mapped(lambda: torch.rand(*shape, DIM // 2, device=device), dim), dim
-
-    def positions(*shape, dim=None):
-        return mapped(lambda: torch.randint(0, 60, shape, device=device), dim), dim
-
-    cos, sin = ((t, None) for t in tables(device))
-    nothing, token, single = (None, None), (2, 6), (1, 6)
-    angles = {
-        "nothing": (cos, sin, nothing, nothing),
-        "positions [S]": (cos, sin, nothing, positions(6, dim=1)),
-        "positions [1, S]": (cos, sin, nothing, positions(1, 6, dim=0)),
-        "positions [B, S]": (cos, sin, nothing, positions(2, 6, dim=2)),
-        "positions, with inv_freq": (nothing, nothing, table(), positions(6, dim=0)),
-        "shared positions": (cos, sin, nothing, positions(2, 6)),
-        "shared token table": (table(*token), table(*token), nothing, nothing),
-        "token tables": (table(*token, dim=0), table(*token, dim=1), nothing, nothing),
-        "token tables, cos alone": (table(*token, dim=0), table(*token), nothing, nothing),
-        "token tables of one, sin alone": (table(*single), table(*single, dim=3), nothing, nothing),
-        "tables": (table(64, dim=0), table(64, dim=2), nothing, nothing),
-        "inv_freq": (nothing, nothing, table(dim=1), nothing),
-    }
-    return {name: tuple(zip(*given, strict=True)) for name, given in angles.items()}
-
-
-MAPPED = [op for op in ROTATING if "_backward" not in op and op not in REFUSED]
-CASES = covering(
-    {"op": MAPPED, "angles": list(vmap_angles("cpu")), "q": range(5), "k": range(5), "dims": [4, 3]},
-    # Samples of three dimensions have no batch.
-    lambda q, k, dims, angles, **_: (
-        dims == 4
-        or (max(q, k) < 4 and "token" not in angles and angles not in ("positions [B, S]", "shared positions"))
-    ),
-)
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_vmap_gives_what_a_loop_gives(case, device):
-    """The dimension of samples may be any dimension."""
-    op = case["op"]
-    angles, angle_dims = vmap_angles(device)[case["angles"]]
-    given = [i for i, a in enumerate(angles) if a is not None]
-    names = ("q", "k")[: 1 if op in ("rotate", "rotate_") else 2]
-    weights = norm_weights(device) if "norm" in op else ()
-
-    def function(*args):
-        xs, some = args[: len(names)], dict(zip(given, args[len(names) :], strict=True))
-        out = getattr(rope, op)(*xs, *weights, *(some.get(i) for i in range(4)), interleaved=True)
-        return xs if out is None else out  # the loop stacks what was written
-
-    shape = (2, 6)[4 - case["dims"] :]
-    xs = [
-        mapped(lambda heads=heads: torch.randn(*shape, heads, DIM, device=device), case[name])
-        for name, heads in zip(names, (HEADS, KV_HEADS), strict=False)
-    ]
-    in_dims = (*(case[name] for name in names), *(angle_dims[i] for i in given))
-    args = (*xs, *(angles[i] for i in given))
-    assert_vmap(function, in_dims, *args)
 
 
 # ---- corners ----

@@ -11,11 +11,11 @@ import pytest
 import torch
 from caches import check
 from cases import EMULATED, OPERATORS, assert_same, covering, name_of, python
-from cuda_calls import BLOCKS, CELLS, ROWS, call_outside, make_call, names_of, results_of
+from cuda_calls import BLOCKS, CELLS, ROWS, call_outside, make_call, results_of
 from oracle import assert_accurate, assert_close, limits, rotate
 
 import torch_rope
-from torch_rope.selfcheck.calls import Source, make
+from torch_rope.selfcheck.calls import Source, arguments_of, make
 
 rope = torch.ops.rope
 
@@ -37,22 +37,22 @@ def launched(function, *tensors, **options):
 # ---- a call of each operator ----
 
 
-CASES = [(op, source) for op in OPERATORS for source in ("cos", "inv_freq") if source in names_of(op)]
+CASES = [(op, "table") for op in OPERATORS if "cos" in arguments_of(op)] + [(op, "inv_freq") for op in OPERATORS]
 
 
 # The operator, its source, and a position or slot that is out of range
 OUTSIDE = [
-    ("rotate", "cos", {"positions": ROWS}),
-    ("rotate_qk_", "cos", {"positions": -(2**62)}),
-    ("rotate_qk_", "cos", {"positions": 2**63 - 1, "offset": 1}),  # the sum wraps
-    ("norm_rotate_qk", "cos", {"positions": 2**40}),
-    ("_norm_rotate_qk_backward", "cos", {"positions": -3}),
-    ("rotate_into_cache_", "cos", {"positions": ROWS, "slots": None}),
-    ("rotate_into_cache_", "cos by token", {"positions": CELLS, "slots": None}),
+    ("rotate", "table", {"positions": ROWS}),
+    ("rotate_qk_", "table", {"positions": -(2**62)}),
+    ("rotate_qk_", "table", {"positions": 2**63 - 1, "offset": 1}),  # the sum wraps
+    ("norm_rotate_qk", "table", {"positions": 2**40}),
+    ("_norm_rotate_qk_backward", "table", {"positions": -3}),
+    ("rotate_into_cache_", "table", {"positions": ROWS, "slots": None}),
+    ("rotate_into_cache_", "token", {"positions": CELLS, "slots": None}),
     ("rotate_into_cache_", "inv_freq", {"positions": CELLS, "slots": None}),
     ("rotate_into_cache_", "inv_freq", {"positions": -1, "slots": None}),
-    ("rotate_into_cache_", "cos", {"slots": BLOCKS * CELLS}),
-    ("rotate_into_cache_", "cos", {"slots": 2**40}),
+    ("rotate_into_cache_", "table", {"slots": BLOCKS * CELLS}),
+    ("rotate_into_cache_", "table", {"slots": 2**40}),
 ]
 
 

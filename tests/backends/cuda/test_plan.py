@@ -1,7 +1,7 @@
 """Tests of the launch plans of CUDA, which follow from sizes, strides and addresses alone.
 
 The emulator runs the kernels with plans for one multiprocessor, and shows that they compute the right values. These
-tests plan random calls for whole GPUs: all heads, tokens and rows must be taken, in the widest accesses that are
+tests plan random calls for whole GPUs: all heads and tokens must be taken, in the widest accesses that are
 aligned, and within the limits of CUDA. They need --emulate, because the emulator's module has the plans.
 """
 
@@ -35,11 +35,6 @@ def meta(*shape, dtype=torch.float32, layout="bshd"):
     """Returns a tensor [batch, seq, heads, head_dim] without memory."""
     with torch.device("meta"):
         return LAYOUTS[layout](shape, dtype, "meta")
-
-
-def last_offset(t):
-    """Returns the element offset of the last element."""
-    return sum(max(n - 1, 0) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def is_aligned(t, width):
@@ -111,10 +106,7 @@ class Call:
         )
 
     def assert_accesses(self, plan, more=()):
-        """Asserts that vectors are as wide as they can be.
-
-        more: further tensors of the call.
-        """
+        """Asserts that vectors are as wide as they can be. more: further tensors of the call."""
         tensors = [t for t in (*self.inputs, *self.results, *more) if t is not None and t.shape[2]]
         norm = self.norm or self.norm_v or bool(more)
         full = 16 // self.q.itemsize
@@ -168,10 +160,7 @@ def random_size(draw):
 
 
 def irregular(draw, t):
-    """Returns a tensor of the same sizes that lies in memory in another way.
-
-    It is not aligned, not adjacent, or so large that an element offset is next to 2^31.
-    """
+    """Returns a tensor of the same sizes that is not aligned, not adjacent, or has an element offset next to 2^31."""
     strides, start, way = list(t.stride()), 0, draw.choice(["start", "gap", "step", "far", "far"])
     axes = [d for d, n in enumerate(t.shape) if n > 1]
     # The stride of a dimension of one element does not matter.
@@ -184,9 +173,9 @@ def irregular(draw, t):
     elif way == "step":
         strides = [2 * stride for stride in strides]
     else:
-        rest = last_offset(t) - (t.shape[axis] - 1) * strides[axis]
+        others = (max(n - 1, 0) * strides[d] for d, n in enumerate(t.shape) if d != axis)
         last = draw.choice([INT32, INT32 + 1, INT32 - 8, INT32 + 9, 2**40])
-        strides[axis] = max(0, last - rest) // max(1, t.shape[axis] - 1)
+        strides[axis] = max(0, last - sum(others)) // max(1, t.shape[axis] - 1)
     return torch.empty(0, device="meta", dtype=t.dtype).as_strided(t.shape, strides, start)
 
 
@@ -225,16 +214,6 @@ def random_call(draw):
     norm = draw.choice(["", "", "norm", "over heads"])
     options |= {"norm": bool(norm), "over_heads": norm == "over heads"}
     return Call(**tensors, **options, outputs=outputs or None, tables=tables or None)
-
-
-def random_gradients(draw, batch, seq, q_heads, k_heads, head_dim):
-    """Returns the gradients of q and k, and then q and k, of which at most one is irregular."""
-    dtype = draw.choice(DTYPES)
-    tensors = [meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads) * 2]
-    if draw.random() < 0.6:
-        i = draw.randrange(4 if k_heads else 1)
-        tensors[i] = irregular(draw, tensors[i])
-    return tensors
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -335,14 +314,14 @@ GENERAL = {  # calls that meet a rule of general_rules() in csrc/cuda/rotate_pla
         {"tables": [torch.empty(4096, n, device="meta")[:, :64] for n in (64, 128)]}
     ],
     "the frequencies are not adjacent, or not aligned to 16 bytes": [
-        {"inv_freq": torch.empty(128, device="meta")[::2]},
+        {"inv_freq": torch.empty(128, device="meta")[::2]}
     ],
     "eager_rounding is used with frequencies or with a cache": [
         {"inv_freq": FREQ, "rounding": 1},
         {"rounding": 1, "v": (2, 128)},
     ],
     "the blocks of a cache are neither adjacent nor of 2^n cells": [
-        {"v": (2, 128), "block_size": 24, "positions": None},
+        {"v": (2, 128), "block_size": 24, "positions": None}
     ],
     "no position is allowed, or 2^31 of them": [
         {"tables": [torch.empty(n, 64, device="meta")] * 2} for n in (0, 2**31)
@@ -472,7 +451,12 @@ def test_the_backward_of_a_norm_takes_every_token(seed):
     draw = random.Random(seed)
     for _ in range(4):
         batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
-        q, k, *x = random_gradients(draw, batch, seq, q_heads, k_heads, head_dim)
+        dtype = draw.choice(DTYPES)
+        tensors = [meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads) * 2]
+        if draw.random() < 0.6:
+            i = draw.randrange(4 if k_heads else 1)
+            tensors[i] = irregular(draw, tensors[i])
+        q, k, *x = tensors  # the gradients of q and k, and then q and k
         call = Call(q, k, **rotated, norm=True, over_heads=draw.random() < 0.25)
         p = plan_backward(call, x)
         call.assert_accesses(p, x)

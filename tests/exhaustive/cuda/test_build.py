@@ -13,7 +13,7 @@ import pytest
 from cases import ROOT
 from torch.utils import cpp_extension
 
-KERNELS = {"usual": 78, "general": 30, "norm_backward": 25, "tables": 12, "cos_sin": 16}  # how many each file has
+KERNELS = {"usual": 78, "general": 30, "norm_backward": 25, "cos_sin": 16}  # how many each file has
 # By the features of a usual kernel (Features in usual.cuh): its most registers, and the most lines of 64 bytes of its
 # arguments and the most instructions before its first store. The first store decides how long one token takes.
 FREQUENCIES, CACHE, NORM, BYTES, EAGER = 1, 2, 4, 8, 16

@@ -95,7 +95,7 @@ def _sources() -> list[str]:
 
     module.cpp needs Python's headers, and those here are not for macOS. It uses nothing of torch.
     """
-    patterns = "*.cpp", "autograd/*.cpp", "cpu/*.cpp", "mps/*.mm"
+    patterns = "*.cpp", "cpu/*.cpp", "mps/*.mm"
     found = [str(p.relative_to(ROOT)) for name in patterns for p in ROOT.glob(f"csrc/{name}") if p.stem != "module"]
     _run(sys.executable, "shaders/embed.py", BUILD / "shaders.cpp")
     return [*sorted(found), str(BUILD / "shaders.cpp")]
@@ -113,14 +113,14 @@ def compile(release: str) -> list[Path]:
         f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/backends/metal/simulator/frameworks",
         "  deps = gcc",
         "  depfile = $out.d",
-        # Compiling torch's headers takes most of the time, so those of ops.h are precompiled. All sources are compiled as
+        # Compiling torch's headers takes most of the time, so those of backend.h are precompiled. All sources are compiled as
         # Objective-C++, because a precompiled header has one language.
-        f"build {folder}/ops.pch: compile csrc/ops.h",
+        f"build {folder}/backend.pch: compile csrc/backend.h",
         "  flags = -x objective-c++-header -fpch-instantiate-templates",
     ]
     for source, made in objects.items():
-        lines.append(f"build {made}: compile {source} | {folder}/ops.pch")
-        lines.append(f"  flags = -c -x objective-c++ -include-pch {folder}/ops.pch")
+        lines.append(f"build {made}: compile {source} | {folder}/backend.pch")
+        lines.append(f"  flags = -c -x objective-c++ -include-pch {folder}/backend.pch")
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")

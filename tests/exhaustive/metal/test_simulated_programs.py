@@ -93,10 +93,7 @@ def test_the_program_of_github_s_macs_makes_every_pipeline(tmp_path):
 
 
 def test_the_rotation_does_not_depend_on_contraction():
-    """The results have the same bits whether the compiler fuses multiplications and additions or not.
-
-    A small kernel shows first that the compiler does fuse when it may.
-    """
+    """A small kernel shows first that the compiler does fuse multiplications and additions when it may."""
     program = f"""
 import torch, torch_rope
 from backends.metal.simulator import simulator

@@ -23,10 +23,7 @@ def output(model, inputs):
 
 
 def train_step(model, inputs, leaves=()):
-    """Returns the outputs of a training step, and the gradients of the parameters and of some inputs, by name.
-
-    leaves: the names of those inputs.
-    """
+    """Returns the outputs of a training step, and the gradients of the parameters and of the inputs `leaves`, by name."""
     model.zero_grad()
     inputs = copy.deepcopy(inputs)
     named = {f"{n} {i}": t.requires_grad_() for n in leaves for i, t in enumerate(floats(inputs[n]))}
