@@ -27,17 +27,14 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<S::V, rope_int>& chunk, GroupThr
   // Calls f(head) for each chunk of this thread in some heads of the list.
   const auto for_chunks = [&](rope_int from, rope_int to, auto&& f) {
     for (int index = own.x; index < t.chunks; index += own.xs) {
-      const auto first = chunk_at<V>(a, t, index);
-      for (rope_int at = from; at < to; at += step) {
-        const auto place = place_of(a, t, at);
-        chunk = moved(first, place.first, a.sides[place.side].head_dim - 1);
-        f(place);
-      }
+      chunk = chunk_at<V>(a, t, index);
+      for (rope_int at = from; at < to; at += step) f(place_of(a, t, at));
     }
   };
   const auto read = [&](const Place<rope_int>& h) {
     const Side& side = a.sides[h.side];
-    return token.template heads<const T>(side.in, side.in_strides).read(h.head, chunk);
+    return token.template heads<const T>(side.in, side.in_strides)
+        .read(h.head, moved(chunk, h.first, side.head_dim - 1));
   };
   const auto one = place_of(a, t, begin < end ? begin : end - 1);
   A scale = A(1);
@@ -75,7 +72,8 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<S::V, rope_int>& chunk, GroupThr
       if (a.rounding != kOnce) numbers = numbers_of(x);
     }
     const auto write = [&]<typename E>(const Elements<E, V>& to_write) {
-      token.template heads<E>(side.out, side.out_strides, to_cell).write(h.head, chunk, to_write);
+      token.template heads<E>(side.out, side.out_strides, to_cell)
+          .write(h.head, moved(chunk, h.first, side.head_dim - 1), to_write);
     };
     side.format ? write(quantised_to(side.format, numbers, divisor)) : write(x);
   });
