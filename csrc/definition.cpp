@@ -35,8 +35,8 @@ Tensor rows_of(const Call& call, const Tensor& table) {
   if (!call.slots) {
     // In embedding, the gradient of a row is a sum in a fixed order, and a position outside the table is an error. The
     // sum is in double, because it may have many terms; Metal has no double.
-    const Tensor wide = table.to(table.is_mps() ? at::kFloat : at::kDouble);
-    return at::embedding(wide, positions).to(table.scalar_type());
+    const Tensor rows = at::embedding(table.to(table.is_mps() ? at::kFloat : at::kDouble), positions);
+    return call.eager_rounding ? rows.to(table.scalar_type()) : rows;
   }
   const Tensor outside = (*call.slots < 0).logical_and((positions < 0).logical_or(positions >= table.sym_size(0)));
   return at::embedding(table, positions.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), NAN);
