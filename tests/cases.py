@@ -1,4 +1,4 @@
-"""The cases of the tests of the operators, which torch_rope/selfcheck/calls.py makes into calls, and what all tests use."""
+"""The cases of the tests of the operators, which calls.py makes into calls, and what all tests use."""
 
 import contextlib
 import itertools
@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import calls
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_rope
-from torch_rope.selfcheck import calls
+from torch_rope.selfcheck.calls import SIZES as ALL_SIZES
+from torch_rope.selfcheck.calls import filled, supported
 
 ROOT = Path(__file__).resolve().parents[1]  # the root of the repository
 OPERATORS = sorted(
@@ -175,7 +177,7 @@ def name_of(case) -> str:
 
 
 # The factors of a call that rotates q and k.
-SIZES = [(batch, min(seq, 10 if SLOW else seq), *heads) for batch, seq, *heads in calls.SIZES]
+SIZES = [(batch, min(seq, 10 if SLOW else seq), *heads) for batch, seq, *heads in ALL_SIZES]
 CALLS = {name: calls.CALL[name] for name in ("source", "start", "q", "k", "dtype", "interleaved")} | {"size": SIZES}
 # The groups of factors that decide which loop or kernel runs, and how wide its memory accesses are.
 KERNELS = list(itertools.combinations(("q", "size", "dtype", "interleaved"), 3))
@@ -184,7 +186,7 @@ ALL_CALLS = ("size", "source", "dtype", "interleaved")
 
 
 def _layout(function):
-    return lambda shape, dtype, device: function(calls.filled(dtype, device), *shape)
+    return lambda shape, dtype, device: function(filled(dtype, device), *shape)
 
 
 # Memory layouts of a [batch, seq, heads, head_dim] tensor. A layout is a function (shape, dtype, device) -> tensor of
@@ -201,5 +203,5 @@ def make_qk(device, **case):
 
 def need(device: str, *dtypes: torch.dtype | None) -> None:
     """Skips the test if the device lacks one of these dtypes."""
-    if not calls.supported(device, *dtypes):
+    if not supported(device, *dtypes):
         pytest.skip("Apple GPUs have no float64 and no float8")

@@ -4,11 +4,12 @@ layout. For derivatives of any order see test_autograd.py."""
 import cases
 import pytest
 import torch
+from calls import SOURCES, factors, make
 from oracle import assert_accurate, assert_close, limits, limits_of_reference, rotate
 
 import torch_rope
 from torch_rope import reference
-from torch_rope.selfcheck.calls import DTYPES, SOURCES, Source, factors, make
+from torch_rope.selfcheck.calls import DTYPES, Source
 
 rope = torch.ops.rope
 norm_rotate_qk = rope.norm_rotate_qk
@@ -80,7 +81,7 @@ LONG_SUMS = [
 def test_long_sums_are_accurate(number, dtype, head_dims, heads, k_heads, over_heads, device):
     """Some heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
     size = (1, 5, heads, k_heads, *[head_dims[number]] * 2)
-    source, weights = Source("head") if heads == k_heads else SOURCES[2], {"q_weight": "own", "k_weight": "own"}
+    source, weights = Source("head") if heads == k_heads else SOURCES[1], {"q_weight": "own", "k_weight": "own"}
     tensors, angles = make_norm(device, size=size, source=source, dtype=dtype, over_heads=over_heads, **weights)
     if over_heads:
         tensors[0][..., ::2, :] = 1.2345

@@ -3,9 +3,10 @@
 import cases
 import pytest
 import torch
+from calls import SOURCES, factors, make
 from oracle import ANGLE_ERROR, assert_gradients, numpy_of, table_backward
 
-from torch_rope.selfcheck.calls import DTYPES, SOURCES, factors, make
+from torch_rope.selfcheck.calls import DTYPES
 
 rope = torch.ops.rope
 TABLES = [source for source in SOURCES if "inv_freq" not in source.kind]
@@ -52,7 +53,7 @@ def test_gradients_of_tables_agree_with_the_oracle(case, device):
 
 
 @pytest.mark.parametrize("batch, seq", [(3, 700), (1051, 2)])
-@pytest.mark.parametrize("source", [TABLES[i] for i in (0, 3, 5, 6, 9, 10)], ids=str)
+@pytest.mark.parametrize("source", [TABLES[i] for i in (0, 2, 3, 4, 5, 10)], ids=str)
 def test_many_tokens_may_use_the_same_row(source, batch, seq, device):
     """Some rows have sums over thousands of heads. No token uses the other rows."""
     call = make("rotate_qk", device, size=(batch, seq, 5, 2, 32, 16), source=source)
