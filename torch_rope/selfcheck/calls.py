@@ -55,29 +55,23 @@ STRIDES["strided"] = {
 }
 
 
-def spread(t: Tensor, steps: tuple[int, ...], gaps: tuple[int, ...]) -> Tensor:
-    """Returns a copy of t with other strides: a view of a larger memory.
+def spread(t: Tensor, steps: tuple[int, ...], gaps: tuple[int, ...], device="cpu") -> Tensor:
+    """Returns a copy of t on the device with other strides: a view of a larger memory.
 
     Dimension d of the memory has size t.shape[d] * steps[d] + gaps[d], and the view takes every steps[d]-th index of
     it. The elements in between hold what a call must not read: NaN, or an integer outside of any table.
     """
     sizes = [size * step + gap for size, step, gap in zip(t.shape, steps, gaps, strict=True)]
     poison = math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max
-    memory = torch.full(sizes, poison, dtype=t.dtype)
+    memory = torch.full(sizes, poison, dtype=t.dtype, device=device)
     return memory[tuple(slice(0, n * step, step) for n, step in zip(t.shape, steps, strict=True))].copy_(t)
-
-
-def moved(t: Tensor, device) -> Tensor:
-    """Returns a copy of t on the device, with the same strides and with the same memory around it."""
-    storage = t.as_strided((t.untyped_storage().size() // t.element_size(),), (1,), 0).to(device)
-    return storage.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def laid_out(t: Tensor, strides: str, name: str, device) -> Tensor:
     """Returns a copy of the tensor of this name on the device. strides: a key of STRIDES."""
     steps, gaps = STRIDES[strides].get(name, ((), ()))
     missing, first = t.dim() - len(steps), max(len(steps) - t.dim(), 0)
-    return moved(spread(t, (1,) * missing + steps[first:], (0,) * missing + gaps[first:]), device)
+    return spread(t, (1,) * missing + steps[first:], (0,) * missing + gaps[first:], device)
 
 
 def filled(dtype: torch.dtype, device) -> Callable[..., Tensor]:
@@ -261,24 +255,18 @@ def make(
             positions = call["positions"]
             order = order.argsort(-1)[: positions.shape[:-1].numel(), :seq]
             positions.copy_(order.view(positions.shape) - source.offset)
-        is_sequence = "sequence" in cache
-        shape = (
-            blocks if blocks is not None else 1 if is_sequence else batch + 2,
-            cells or (cell_count * max(batch, 1) if is_sequence else cell_count),
-        )
-        caches = CACHES[cache](filled(k_dtype or dtype, device), *shape, kv_heads, head_dim)
-        if v_shape or k_dtype != v_dtype:
-            of_v = CACHES[cache](filled(v_dtype or dtype, device), *shape, *(v_shape or (kv_heads, head_dim)))
-            caches = caches[0], of_v[1]
-        call["k_cache"], call["v_cache"] = caches
+        blocks = blocks if blocks is not None else 1 if "sequence" in cache else batch + 2
+        cells = cells or (cell_count * max(batch, 1) if "sequence" in cache else cell_count)
+        of_k, of_v = (k_dtype, kv_heads, head_dim), (v_dtype, *(v_shape or (kv_heads, head_dim)))
+        caches = [CACHES[cache](filled(of or dtype, device), blocks, cells, *shape) for of, *shape in (of_k, of_v)]
+        call["k_cache"], call["v_cache"] = caches[0] if of_k == of_v else (caches[0][0], caches[1][1])
         if slots != "none":
-            among = torch.randperm(call["k_cache"].shape[:-2].numel())[: batch * seq].view(batch, seq)
-            among[torch.rand(batch, seq) < 0.2] = -1
-            among = among.to(torch.int32 if "int32" in slots else torch.int64)
-            call["slots"] = laid_out(among, "strided" if "strided" in slots else "dense", "slots", device)
+            found = torch.randperm(blocks * cells)[: batch * seq].view(batch, seq)
+            found = found.masked_fill(torch.rand(batch, seq) < 0.2, -1)  # pads, which write nothing
+            found = found.to(torch.int32 if "int32" in slots else torch.int64)
+            call["slots"] = laid_out(found, "strided" if "strided" in slots else "dense", "slots", device)
         for name, of in ("q", q_dtype if q_out else None), ("k", k_dtype), ("v", v_dtype):
             if of:
-                scale = (torch.rand(call[name].shape[-2]) + 0.5) * 4 / QUANTISED[of][1]
-                call[f"{name}_scale"] = scale.to(device)
+                call[f"{name}_scale"] = ((torch.rand(call[name].shape[-2]) + 0.5) * 4 / QUANTISED[of][1]).to(device)
     call |= flags
     return {name: call[name] for name in arguments_of(op) if name in call}

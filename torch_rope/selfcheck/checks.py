@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_rope import reference
 from torch_rope.frequencies import default, has_float64
-from torch_rope.selfcheck.calls import DTYPES, QUANTISED, SOURCES, describe, make
+from torch_rope.selfcheck.calls import DTYPES, QUANTISED, SOURCES, describe, filled, make
 
 rope = torch.ops.rope
 QUOTIENT_ERROR = 2e-6  # the largest error of a number before it is quantised, as a part of its pair's magnitude
@@ -122,7 +122,7 @@ class Check:
     # ---- arguments ----
 
     def make(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64).to(dtype).to(self.device)
+        return filled(dtype, self.device)(*shape)
 
     def tables(self, rows: int, rotary_dim: int) -> dict[str, Tensor]:
         """Returns cos and sin. No kernel of torch_rope computes them, so a broken kernel fails only its own checks."""
