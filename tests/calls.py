@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_rope.selfcheck import calls
-from torch_rope.selfcheck.calls import Source, arguments_of, filled, laid_out
+from torch_rope.selfcheck.calls import Source, arguments_of, filled, laid_out, taken
 
 # ---- memory layouts ----
 
@@ -88,7 +88,8 @@ def scale_of(kind: str, scale: Tensor, name: str) -> Tensor:
         scale = scale * torch.tensor(SCALES, device=scale.device)[torch.randint(len(SCALES), scale.shape)]
     if kind == "strided":
         return laid_out(scale.cpu(), "strided", name, scale.device)
-    return scale[0] if kind == "no dimensions" else scale[:1] if kind == "one element" else scale
+    one = scale[0] if len(scale) else torch.ones((), device=scale.device)
+    return one if kind == "no dimensions" else one.view(1) if kind == "one element" else scale
 
 
 # ---- descriptions ----
@@ -148,8 +149,7 @@ def make(
     """Returns the arguments of a call by name. The arguments are the factors of the call, and others of calls.make."""
     arguments = arguments_of(op)
     if "cos" not in arguments:
-        call = _call_of_tables(op, device, size, source, dtype) | others
-        return {name: call[name] for name in arguments if name in call}
+        return taken(op, _call_of_tables(op, device, size, source, dtype) | others)
     v_layout = v if v != "k" else "heads expanded" if v_shape else "bshd"
     of_cache = {"v": v_layout, "slots": "none" if slots == "none" else "int64", "v_shape": v_shape, "q_out": q_out}
     call = calls.make(op, device, size=size, source=source, dtype=dtype, **of_cache, **others)
@@ -168,7 +168,7 @@ def make(
         call["slots"] = slots_of(slots, *size[:2], call["k_cache"].shape[:-2].numel(), device)
     scale_names = [name for name in call if name.endswith("_scale")]
     call |= {name: scale_of(scales, call[name], name) for name in scale_names}
-    return {name: call[name] for name in arguments if name in call}
+    return taken(op, call)
 
 
 def _call_of_tables(op, device, size, source, dtype) -> dict[str, Any]:

@@ -183,6 +183,12 @@ def arguments_of(op: str) -> dict[str, Any]:
     return {a.name: a for a in getattr(torch.ops.rope, op).default._schema.arguments}
 
 
+def taken(op: str, call: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that an operator takes, in its order, without those that have their default."""
+    given = {name: (call[name], a.default_value) for name, a in arguments_of(op).items() if name in call}
+    return {name: value for name, (value, default) in given.items() if isinstance(value, Tensor) or value != default}
+
+
 def factors(op: str, table: dict[str, dict[str, list]] = FACTORS) -> dict[str, list]:
     """Returns the values of each factor of a call of this operator."""
     arguments = arguments_of(op)
@@ -268,5 +274,4 @@ def make(
         for name, of in ("q", q_dtype if q_out else None), ("k", k_dtype), ("v", v_dtype):
             if of:
                 call[f"{name}_scale"] = ((torch.rand(call[name].shape[-2]) + 0.5) * 4 / QUANTISED[of][1]).to(device)
-    call |= flags
-    return {name: call[name] for name in arguments_of(op) if name in call}
+    return taken(op, call | flags)
