@@ -4,6 +4,7 @@ Arguments that could be mistaken for one another may differ in every respect: q 
 sin, positions, weights, scales and caches in their strides.
 """
 
+import functools
 import math
 import random
 from typing import Any
@@ -12,9 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_rope.selfcheck import calls
-from torch_rope.selfcheck.calls import Source, arguments_of, filled, laid_out, taken
-
-# ---- memory layouts ----
+from torch_rope.selfcheck.calls import DTYPES, QUANTISED, Source, arguments_of, laid_out, supported, taken  # noqa: F401
 
 LAYOUTS = calls.LAYOUTS | {
     "sbhd": lambda make, b, s, h, d: make(s, b, h, d).transpose(0, 1),
@@ -27,8 +26,9 @@ EXPANDED = {  # a tensor that is only read may have stride 0
 calls.LAYOUTS |= LAYOUTS | EXPANDED
 
 
-def _part_of_a_larger_one(make, n, size, heads, dim):
-    return tuple(make(n + 2, size + 3, heads + 1, dim + 5)[1:-1, 2:-1, 1:, 4:-1] for _ in "kv")
+def tensor(layout: str, shape, dtype: torch.dtype, device) -> Tensor:
+    """Returns a tensor [batch, seq, heads, head_dim] of random numbers."""
+    return calls.LAYOUTS[layout](calls.filled(dtype, device), *shape)
 
 
 CACHES = calls.CACHES
@@ -39,7 +39,9 @@ CACHES |= {
     "blocks kv": lambda make, n, size, h, d: make(n, 2, size, h, d).unbind(1),  # FlashInfer's NHD
     "vLLM's LBNHC": lambda make, n, size, h, d: make(n, size, h, 2 * d).split([d, d], -1),
     "vLLM's BLHNC": lambda make, n, size, h, d: make(n, 3, h, size, 2 * d)[:, 1].transpose(1, 2).split([d, d], -1),
-    "part of a larger one": _part_of_a_larger_one,
+    "part of a larger one": lambda make, n, size, h, d: tuple(
+        make(n + 2, size + 3, h + 1, d + 5)[1:-1, 2:-1, 1:, 4:-1] for _ in "kv"
+    ),
 }
 # apart: gaps between rows, of a size that keeps vectors of 16 bytes aligned in every dtype.
 # closer: gaps between rows that keep vectors of 16 bytes aligned in float32, but not in a 16-bit dtype.
@@ -49,32 +51,18 @@ calls.STRIDES |= {
 }
 calls.STRIDES["strided"] |= {"q_scale": ((4,), (1,)), "k_scale": ((2,), (1,)), "v_scale": ((3,), (1,))}
 
-# ---- where the angles come from ----
-
-SOURCES = [
-    *calls.SOURCES,
-    Source("table", offset=7, strides="apart"),
-    Source("table", "int64 [1,S]", strides="closer"),
-    Source("token", strides="apart"),
-    Source("token", strides="strided"),
-    Source("head", strides="apart"),
-]
+SOURCES = [*calls.SOURCES, Source("table", offset=7, strides="apart"), Source("table", "int64 [1,S]", strides="closer")]
+SOURCES += [Source("token", strides="apart"), Source("token", strides="strided"), Source("head", strides="apart")]
 CELLS = [*calls.CELLS, Source("token shared", "int32 [S]"), Source("head shared", offset=2)]
-
-# ---- slots and scales ----
 
 SCALES = [0.37, -2.5, 1.0, 2.0**-20, 1e30, 1e-30, 0.0, math.inf, math.nan, 1e-45]  # usual and unusual ones
 
 
-def slots_of(kind: str, batch: int, seq: int, cells: int, device) -> Tensor:
-    """Returns random slots, no two of them equal, with the first and the last cell. A fifth of them is negative.
-
-    kind: a value of the factor "slots", not "none".
-    """
-    shape = (seq,) if kind.endswith("[S]") else (batch, seq)
-    slots = torch.randperm(cells)[: math.prod(shape)].view(shape)
-    padding = torch.tensor([-1, -2, -(2**31)])[torch.randint(0, 3, shape)]
-    slots = torch.where(torch.rand(shape) < 0.2, padding, slots).to(torch.int32 if "int32" in kind else torch.int64)
+def slots_of(kind: str, slots: Tensor, cells: int) -> Tensor:
+    """Returns slots [batch, seq] in another form, with the first and the last cell. kind: a value of the factor "slots"."""
+    device, slots = slots.device, slots.cpu()[0] if kind.endswith("[S]") else slots.cpu()
+    padding = torch.tensor([-1, -2, -(2**31)])[torch.randint(0, 3, slots.shape)]
+    slots = torch.where(slots < 0, padding, slots).to(torch.int32 if "int32" in kind else torch.int64)
     if (slots >= 0).any():
         slots[slots == slots[slots >= 0].min()] = 0
         slots[slots == slots.max()] = cells - 1
@@ -91,8 +79,6 @@ def scale_of(kind: str, scale: Tensor, name: str) -> Tensor:
     one = scale[0] if len(scale) else torch.ones((), device=scale.device)
     return one if kind == "no dimensions" else one.view(1) if kind == "one element" else scale
 
-
-# ---- descriptions ----
 
 CALL = calls.FACTORS["positions"] | {"source": SOURCES, "q": list(LAYOUTS), "k": list(LAYOUTS), "dims": [4, 3]}
 CACHE = calls.FACTORS["k_cache"] | {
@@ -113,11 +99,7 @@ FACTORS = calls.FACTORS | {
     "q_out_grad": {"q_grad": list(LAYOUTS), "k_grad": list(LAYOUTS)},
     "k_cache": CACHE,
 }
-
-
-def factors(op: str) -> dict[str, list]:
-    """Returns the values of each factor of a call of this operator."""
-    return calls.factors(op, FACTORS)
+factors = functools.partial(calls.factors, table=FACTORS)
 
 
 def allowed(size, dims=4, slots="none", q_weight=None, norm_v=False, eager_rounding=False, **others) -> bool:
@@ -127,9 +109,7 @@ def allowed(size, dims=4, slots="none", q_weight=None, norm_v=False, eager_round
     return not (eager_rounding and (norm_v or q_weight)) and calls.allowed(size, slots=slots, **others)
 
 
-def describe(op: str, pick: random.Random, device="cpu", **given) -> dict[str, Any]:
-    """Returns a random description of a call that the device supports, with these values of some factors."""
-    return calls.describe(op, pick, device, FACTORS, allowed, **given)
+describe = functools.partial(calls.describe, table=FACTORS, allowed=allowed)
 
 
 def any_size(pick: random.Random) -> dict[str, Any]:
@@ -137,9 +117,6 @@ def any_size(pick: random.Random) -> dict[str, Any]:
     pairs, rest = pick.choice([pick.randint(0, 3), pick.randint(0, 40)]), pick.randint(0, 9)
     size = *(pick.randint(0, most) for most in (3, 8, 3, 3)), 2 * pairs + rest, 2 * pairs
     return {"size": size, "v_shape": pick.choice([None, (pick.randint(0, 3), pick.randint(0, 200))])}
-
-
-# ---- calls ----
 
 
 def make(
@@ -153,21 +130,17 @@ def make(
     v_layout = v if v != "k" else "heads expanded" if v_shape else "bshd"
     of_cache = {"v": v_layout, "slots": "none" if slots == "none" else "int64", "v_shape": v_shape, "q_out": q_out}
     call = calls.make(op, device, size=size, source=source, dtype=dtype, **of_cache, **others)
-    for x, layout in ("q", q_grad), ("k", k_grad):
-        if f"{x}_out_grad" in arguments:
-            batch, seq, heads, head_dim = call[x].shape
-            call[f"{x}_out_grad"] = LAYOUTS[layout](filled(dtype, device), batch, seq, heads, head_dim)
+    if "q_out_grad" in arguments:
+        call["q_out_grad"] = tensor(q_grad, call["q"].shape, dtype, device)
+        call["k_out_grad"] = tensor(k_grad, call["k"].shape, dtype, device)
     if dims == 3:
         rotated = ("x", "q", "k", "v", "q_out", "q_out_grad", "k_out_grad")
         call |= {name: call[name][0] for name in rotated if name in call}
-    if v == "k" and not v_shape and "v" in call:
-        call["v"] = call["k"]
-    if q_out == "q" and "q_out" in call:
-        call["q_out"] = call["q"]
+    # What was one tensor still is one.
+    call |= ({"v": call["k"]} if v == "k" and not v_shape else {}) | ({"q_out": call["q"]} if q_out == "q" else {})
     if slots != "none" and "slots" in call:
-        call["slots"] = slots_of(slots, *size[:2], call["k_cache"].shape[:-2].numel(), device)
-    scale_names = [name for name in call if name.endswith("_scale")]
-    call |= {name: scale_of(scales, call[name], name) for name in scale_names}
+        call["slots"] = slots_of(slots, call["slots"], call["k_cache"].shape[:-2].numel())
+    call |= {name: scale_of(scales, call[name], name) for name in call if name.endswith("_scale")}
     return taken(op, call)
 
 

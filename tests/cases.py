@@ -15,8 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_rope
-from torch_rope.selfcheck.calls import SIZES as ALL_SIZES
-from torch_rope.selfcheck.calls import filled, supported
 
 ROOT = Path(__file__).resolve().parents[1]  # the root of the repository
 OPERATORS = sorted(
@@ -177,21 +175,12 @@ def name_of(case) -> str:
 
 
 # The factors of a call that rotates q and k.
-SIZES = [(batch, min(seq, 10 if SLOW else seq), *heads) for batch, seq, *heads in ALL_SIZES]
+SIZES = [(batch, min(seq, 10 if SLOW else seq), *heads) for batch, seq, *heads in calls.CALL["size"]]
 CALLS = {name: calls.CALL[name] for name in ("source", "start", "q", "k", "dtype", "interleaved")} | {"size": SIZES}
 # The groups of factors that decide which loop or kernel runs, and how wide its memory accesses are.
 KERNELS = list(itertools.combinations(("q", "size", "dtype", "interleaved"), 3))
 # The factors that make exhaustive combines completely. The layouts of q and k vary along with them.
 ALL_CALLS = ("size", "source", "dtype", "interleaved")
-
-
-def _layout(function):
-    return lambda shape, dtype, device: function(filled(dtype, device), *shape)
-
-
-# Memory layouts of a [batch, seq, heads, head_dim] tensor. A layout is a function (shape, dtype, device) -> tensor of
-# random numbers; no two elements of the tensor share memory.
-LAYOUTS = {name: _layout(function) for name, function in calls.LAYOUTS.items()}
 
 
 def make_qk(device, **case):
@@ -203,5 +192,5 @@ def make_qk(device, **case):
 
 def need(device: str, *dtypes: torch.dtype | None) -> None:
     """Skips the test if the device lacks one of these dtypes."""
-    if not supported(device, *dtypes):
+    if not calls.supported(device, *dtypes):
         pytest.skip("Apple GPUs have no float64 and no float8")

@@ -4,11 +4,10 @@ import hashlib
 import itertools
 
 import torch
-from calls import SOURCES, make
+from calls import DTYPES, SOURCES, make, supported
 from cases import ALL_CALLS, CALLS, KERNELS, SIZES, covering
 
 import torch_rope
-from torch_rope.selfcheck.calls import DTYPES, supported
 
 rope = torch.ops.rope
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from calls import make
+from calls import Source, make
 from cases import Calls, covering, name_of, need, written_by
 from programs import FUNCTIONAL, call_of, tensors_of
 from programs import IN_PLACE as WRITING
@@ -14,7 +14,6 @@ from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
 
 import torch_rope
-from torch_rope.selfcheck.calls import Source
 
 rope = torch.ops.rope
 pytestmark = pytest.mark.shared

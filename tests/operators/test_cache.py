@@ -9,11 +9,25 @@ import numpy as np
 import pytest
 import torch
 from caches import bits, check, garbage, misplace_pads
-from calls import CACHE, CACHES, CELLS, LAYOUTS, SCALES, SOURCES, allowed, any_size, describe, factors, make
+from calls import (
+    CACHE,
+    CACHES,
+    CELLS,
+    DTYPES,
+    LAYOUTS,
+    QUANTISED,
+    SCALES,
+    SOURCES,
+    Source,
+    allowed,
+    any_size,
+    describe,
+    factors,
+    make,
+)
 from oracle import numpy_of, quantise
 
 import torch_rope
-from torch_rope.selfcheck.calls import DTYPES, QUANTISED, Source
 
 rope = torch.ops.rope
 

@@ -3,10 +3,8 @@
 import cases
 import pytest
 import torch
-from calls import SOURCES, factors, make
+from calls import DTYPES, LAYOUTS, SOURCES, factors, make, tensor
 from oracle import ANGLE_ERROR, assert_gradients, numpy_of, table_backward
-
-from torch_rope.selfcheck.calls import DTYPES
 
 rope = torch.ops.rope
 TABLES = [source for source in SOURCES if "inv_freq" not in source.kind]
@@ -28,8 +26,8 @@ def split(call):
 FACTORS = cases.CALLS | {
     "op": ["rotate_qk", "rotate"],
     "source": TABLES,
-    "q_grad": list(cases.LAYOUTS),
-    "k_grad": list(cases.LAYOUTS),
+    "q_grad": list(LAYOUTS),
+    "k_grad": list(LAYOUTS),
     **{name: factors("rotate_qk")[name] for name in ("tables", "inverse", "attention_factor")},
 }
 LOOPS = [("size", "dtype", "interleaved"), ("q", "q_grad", "interleaved")]
@@ -43,9 +41,7 @@ def test_gradients_of_tables_agree_with_the_oracle(case, device):
     cases.need(device, case["dtype"])
     call = make(device=device, **case)
     xs, options = split(call)
-    given = [
-        cases.LAYOUTS[case[name]](x.shape, x.dtype, device) for name, x in zip(("q_grad", "k_grad"), xs, strict=False)
-    ]
+    given = [tensor(case[f"{name}_grad"], x.shape, x.dtype, device) for name, x in zip("qk", xs, strict=False)]
     found, again = (gradients_of(("cos", "sin"), case["op"], call, given) for _ in range(2))
     assert_gradients(found, given, xs, options)
     for out, same, table in zip(found, again, (call["cos"], call["sin"]), strict=True):
@@ -116,7 +112,7 @@ def test_gradient_of_inv_freq_agrees_with_the_oracle(source, dtype, device):
     flags = {"interleaved": interleaved, "inverse": not interleaved, "attention_factor": 1.3}
     call = make("rotate_qk", device, size=cases.SIZES[2], source=source, dtype=dtype, q="packed", k="sbhd", **flags)
     xs = split(call)[0]
-    given = [cases.LAYOUTS[layout](x.shape, dtype, device) for layout, x in zip(("bshd", "bhsd"), xs, strict=True)]
+    given = [tensor(layout, x.shape, dtype, device) for layout, x in zip(("bshd", "bhsd"), xs, strict=True)]
     [found] = gradients_of(["inv_freq"], "rotate_qk", call, given)
 
     freq, shape = call["inv_freq"], xs[0].shape[:2]

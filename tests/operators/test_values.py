@@ -3,13 +3,12 @@
 import cases
 import pytest
 import torch
-from calls import SOURCES, factors
+from calls import SOURCES, Source, factors
 from oracle import assert_close, limits, limits_of_reference, rotate
 from same_bits import bits
 
 import torch_rope
 from torch_rope import reference
-from torch_rope.selfcheck.calls import Source
 
 rope = torch.ops.rope
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from torch_rope import reference
 from torch_rope.frequencies import default, has_float64
@@ -33,10 +34,6 @@ def exact(value):
         return value
     value = value.detach().cpu().clone()
     return value.double() if value.is_floating_point() else value
-
-
-def tuple_of(outs) -> tuple:
-    return outs if isinstance(outs, tuple) else (outs,)
 
 
 def ulp(dtype: torch.dtype, size: Tensor) -> Tensor:
@@ -159,8 +156,8 @@ class Check:
         else:
             xs = {name: call[name] for name in ("x", "q", "k") if name in call}
             unchanged = [] if op.endswith("_") else list(xs)
-            outs = xs.values() if op.endswith("_") else tuple_of(outs)
-            expected = tuple_of(getattr(reference, op.rstrip("_"))(**exact_call))
+            outs = xs.values() if op.endswith("_") else tree_leaves(outs)
+            expected = tree_leaves(getattr(reference, op.rstrip("_"))(**exact_call))
             for (name, x), out, e in zip(xs.items(), outs, expected, strict=True):
                 require(out.dtype == x.dtype, f"{name} is {out.dtype} but must be {x.dtype}")
                 self.near(name, out, e, magnitude(e, exact_call), *bound)
@@ -202,7 +199,7 @@ class Check:
         for function, copy in ((partial(self.call, op), lambda t: t), (getattr(reference, op), exact)):
             copies = {name: copy(value) for name, value in call.items()}
             leaves = {name: copies[name].detach().requires_grad_() for name in of}
-            outs = tuple_of(function(**copies | leaves))
+            outs = tree_leaves(function(**copies | leaves))
             given = given or [self.make(*out.shape, dtype=out.dtype) for out in outs]
             found.append(torch.autograd.grad(outs, list(leaves.values()), list(map(copy, given))))
         x = call.get("x", call.get("q"))

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from caches import check
-from calls import make
+from calls import Source, make
 from cases import EMULATED, OPERATORS, assert_same, covering, name_of, python
 from cuda_calls import BLOCKS, CELLS, ROWS, call_outside, make_call, names_of, results_of
 from oracle import assert_accurate, assert_close, limits, rotate
 
 import torch_rope
-from torch_rope.selfcheck.calls import Source
 
 rope = torch.ops.rope
 
