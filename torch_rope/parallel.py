@@ -215,7 +215,13 @@ def _strategy(signature: Signature, rule: _Rule, schema: OpSchema) -> OpStrategy
     call = _Call(signature, schema)
     by_result = zip(*(rule(call, m) for m in range(mesh.ndim)), strict=True)
     outs = [DTensorSpec(mesh, placements) for placements in by_result][: len(schema.op._schema.returns)]
-    ins = [DTensorSpec(mesh, tuple(a.placements), a.spec.tensor_meta) for a in call.values() if not a.keyword]
+    ins = [
+        a.spec
+        if a.placements == list(a.spec.placements)
+        else DTensorSpec(mesh, tuple(a.placements), a.spec.tensor_meta)
+        for a in call.values()
+        if not a.keyword
+    ]
     results = None if not outs else outs[0] if len(outs) == 1 else tuple(outs)
     return OpStrategy([OpSpec(results, ins, redistribute_cost=[[0.0]] * len(ins))])
 

@@ -140,10 +140,8 @@ class Check:
     # ---- the checks ----
 
     def values(self, op: str, call: dict, reference_call: dict | None = None) -> None:
-        """Checks all results of an operator, and that it changes nothing else.
-
-        reference_call: the arguments of the reference, if they must not be the same.
-        """
+        """Checks all results of an operator, and that it changes nothing else. reference_call: the arguments of the
+        reference, if they must not be the same."""
         exact_call = {name: exact(value) for name, value in (reference_call or call).items()}
         before = {name: value.clone() for name, value in call.items() if isinstance(value, Tensor)}
         outs, dtype = self.call(op, **call), next(iter(call.values())).dtype
