@@ -160,7 +160,8 @@ def check_tensor(function: str, name: str, t: Any, *dtypes: torch.dtype) -> None
 def whole(function: str, name: str, value: Any, least: int = 0) -> int:
     """Returns an integer that is at least `least` and fits in int64, or raises a TypeError or a ValueError. A SymInt, which
     stands for an integer in a traced program, stays one."""
-    if not isinstance(value, _TYPES["int"]) or isinstance(value, bool):
+    is_integer = isinstance(value, _TYPES["int"]) and not isinstance(value, bool)
+    if not is_integer:
         raise wrong_type(function, name, value, "an integer")
     number = int(value) if isinstance(value, Integral) else value
     if number < least or (isinstance(number, int) and number >= 2**63):
