@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from calls import arguments_of, make
 from cases import OPERATORS, need
-
-from torch_rope.selfcheck.calls import arguments_of, make
 
 B, S, H, D, R = 2, 6, 3, 16, 8  # batch, seq, heads, head_dim, rotary_dim
 

@@ -1,4 +1,4 @@
-"""The cases of the tests of the operators, which torch_rope/selfcheck/calls.py makes into calls, and what all tests use."""
+"""The cases of the tests of the operators, which calls.py makes into calls, and what all tests use."""
 
 import contextlib
 import itertools
@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import calls
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_rope
-from torch_rope.selfcheck import calls
 
 ROOT = Path(__file__).resolve().parents[1]  # the root of the repository
 OPERATORS = sorted(
@@ -175,21 +175,12 @@ def name_of(case) -> str:
 
 
 # The factors of a call that rotates q and k.
-SIZES = [(batch, min(seq, 10 if SLOW else seq), *heads) for batch, seq, *heads in calls.SIZES]
+SIZES = [(batch, min(seq, 10 if SLOW else seq), *heads) for batch, seq, *heads in calls.CALL["size"]]
 CALLS = {name: calls.CALL[name] for name in ("source", "start", "q", "k", "dtype", "interleaved")} | {"size": SIZES}
 # The groups of factors that decide which loop or kernel runs, and how wide its memory accesses are.
 KERNELS = list(itertools.combinations(("q", "size", "dtype", "interleaved"), 3))
 # The factors that make exhaustive combines completely. The layouts of q and k vary along with them.
 ALL_CALLS = ("size", "source", "dtype", "interleaved")
-
-
-def _layout(function):
-    return lambda shape, dtype, device: function(calls.filled(dtype, device), *shape)
-
-
-# Memory layouts of a [batch, seq, heads, head_dim] tensor. A layout is a function (shape, dtype, device) -> tensor of
-# random numbers; no two elements of the tensor share memory.
-LAYOUTS = {name: _layout(function) for name, function in calls.LAYOUTS.items()}
 
 
 def make_qk(device, **case):

@@ -7,6 +7,12 @@ from torch_rope.selfcheck.calls import spread
 DIM, DTYPES = 16, [torch.float32, torch.bfloat16, torch.float16]
 
 
+def moved(t, device):
+    """Returns a copy of t on the device, with the same strides and with the same memory around it."""
+    storage = t.as_strided((t.untyped_storage().size() // t.element_size(),), (1,), 0).to(device)
+    return storage.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
 def rotations(*shape, dtype=torch.float32, factor=1.25):
     """Returns a table of rotations by random angles, times a factor: [*shape, 2, 2], with gaps between its elements."""
     angle = torch.randn(shape, dtype=torch.float64) * 100

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from calls import Source, arguments_of, make
 from cases import OPERATORS, schema_of
 from torch.utils._pytree import tree_leaves
 
 import torch_rope
-from torch_rope.selfcheck.calls import Source, arguments_of, make
 
 rope = torch.ops.rope
 

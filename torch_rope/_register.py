@@ -8,6 +8,7 @@ from torch._C import DispatchKey
 from torch._C._functorch import is_batchedtensor
 from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 
 from ._ops import add_op_namespace_prefix
@@ -23,12 +24,10 @@ def _loop(op, size: int, dims: dict, given: dict):
     if size == 0:  # a sample without values, on the meta device, has the shapes of the results
         sample = {name: a.to("meta") if isinstance(a, Tensor) else a for name, a in given.items()}
         sample |= {name: sample[name].sum(dim, dtype=given[name].dtype) for name, dim in mapped.items()}
-        outs, device = op(**sample), given[next(iter(mapped))].device
-        outs = outs if isinstance(outs, tuple) else (outs,)
-        return tuple(torch.empty(0, *out.shape, dtype=out.dtype, device=device) for out in outs)
+        device = given[next(iter(mapped))].device
+        return tuple(torch.empty(0, *t.shape, dtype=t.dtype, device=device) for t in tree_leaves(op(**sample)))
     samples = [op(**given | {name: given[name].select(dim, i) for name, dim in mapped.items()}) for i in range(size)]
-    samples = [s if isinstance(s, tuple) else (s,) for s in samples]
-    return tuple(torch.stack(outs) for outs in zip(*samples, strict=True))
+    return tuple(torch.stack(outs) for outs in zip(*map(tree_leaves, samples), strict=True))
 
 
 def _vmap(signature: Signature, info, in_dims, *args, **kwargs):

@@ -171,12 +171,7 @@ def axial_cos_sin(
         frequency 0 on all axes but one they are bit for bit what cos_sin returns. If positions is
         ``[axes, batch, seq]``, the results are tables by token, as :func:`rotate` takes them.
 
-    Raises ValueError if a shape or a device does not fit or attention_factor is not finite, and TypeError if a dtype is not
-    supported.
-
-    Differentiable like :func:`cos_sin`.
-
-    Equivalent to :func:`torch_rope.reference.axial_cos_sin`.
+    The errors and the derivatives are those of :func:`cos_sin`. Equivalent to :func:`torch_rope.reference.axial_cos_sin`.
 
     The functions of :mod:`torch_rope.multimodal` make inv_freq, as for Qwen2-VL, which has sections of 16, 24 and 24 pairs
     for time, height and width. RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis for every pair.
@@ -296,11 +291,6 @@ def rotate_(
     mode is on and an argument requires grad, because the function has no gradient.
 
     Equivalent to ``x.copy_(rotate(x, ...))``.
-
-    Example::
-
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=-2)  # of one packed tensor
-        torch_rope.rotate_(q, inv_freq=inv_freq)  # changes qkv
     """
     args = x, cos, sin, inv_freq, positions, offset
     flags = attention_factor, interleaved, inverse, rotary_start, eager_rounding

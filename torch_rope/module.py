@@ -239,12 +239,8 @@ class RotaryEmbedding(nn.Module):
         if name in NAMES and value is not None and name in self._buffers | self._parameters:
             check_tensor("torch_rope.RotaryEmbedding", name, value)
             length, pairs = (1, *value.shape)[-1], self.rotary_dim // 2
-            _require(
-                name != "inv_freq" or length == pairs,
-                "the length of inv_freq",
-                length,
-                f"rotary_dim / 2, which is {pairs}",
-            )
+            must_be = f"rotary_dim / 2, which is {pairs}"
+            _require(name != "inv_freq" or length == pairs, "the length of inv_freq", length, must_be)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":

@@ -40,14 +40,12 @@ def by_axis(inv_freq: Tensor, axes: Sequence[int], count: int | None = None) -> 
     Raises ValueError if inv_freq has another shape, or axes does not have one number for each pair, from 0 to count - 1.
     """
     function = "torch_rope.multimodal.by_axis"
-    _check_parts("by_axis", inv_freq, "pairs")
+    _check_parts(function, inv_freq, "pairs")
     axes = whole_numbers(function, "axes", axes)
     count = whole(function, "count", min(max(axes, default=-1) + 1, 2**63 - 1) if count is None else count)
     if len(axes) != inv_freq.shape[-1] or not all(0 <= axis < count for axis in axes):
-        raise ValueError(
-            f"{function}: axes is {axes} but must have {inv_freq.shape[-1]} numbers that are at "
-            f"least 0 and below {count}, the number of axes, one for each frequency"
-        )
+        must_have = f"{inv_freq.shape[-1]} numbers that are at least 0 and below {count}, the number of axes"
+        raise ValueError(f"{function}: axes is {axes} but must have {must_have}, one for each frequency")
     numbers = torch.arange(count, device=inv_freq.device).unsqueeze(-1)
     axis = torch.tensor(axes, dtype=torch.long, device=inv_freq.device)
     return torch.where(numbers == axis, inv_freq.unsqueeze(-2), 0.0)  # [count, pairs]
@@ -55,21 +53,20 @@ def by_axis(inv_freq: Tensor, axes: Sequence[int], count: int | None = None) -> 
 
 def _check_parts(function: str, inv_freq: Tensor, n: str) -> None:
     """Raises an error unless inv_freq is a tensor with one row, or with two, which are parts of a sum."""
-    check_tensor(f"torch_rope.multimodal.{function}", "inv_freq", inv_freq)
+    check_tensor(function, "inv_freq", inv_freq)
     if inv_freq.dim() != 1 and not (inv_freq.dim() == 2 and len(inv_freq) == 2):
-        raise ValueError(
-            f"torch_rope.multimodal.{function}: inv_freq has shape {list(inv_freq.shape)} but must have shape [{n}] or "
-            f"[2, {n}]"
-        )
+        must_have = f"shape [{n}] or [2, {n}]"
+        raise ValueError(f"{function}: inv_freq has shape {list(inv_freq.shape)} but must have {must_have}")
 
 
 def _checked(function: str, inv_freq: Tensor, sections: Sequence[int]) -> list[int]:
     """Returns sections, or raises an error unless they are three counts of pairs with the sum of the frequencies."""
+    function = f"torch_rope.multimodal.{function}"
     _check_parts(function, inv_freq, "pairs")
-    sections = whole_numbers(f"torch_rope.multimodal.{function}", "sections", sections)
+    sections = whole_numbers(function, "sections", sections)
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != inv_freq.shape[-1]:
         raise ValueError(
-            f"torch_rope.multimodal.{function}: sections is {sections} but must be three counts of pairs with the sum "
+            f"{function}: sections is {sections} but must be three counts of pairs with the sum "
             f"{inv_freq.shape[-1]}, because inv_freq has shape {list(inv_freq.shape)}; for other axes use by_axis or axial"
         )
     return sections
@@ -110,12 +107,9 @@ def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     """
     sections = _checked("height_width_time", inv_freq, sections)
     if sections[0] != sections[1]:
-        raise ValueError(
-            f"torch_rope.multimodal.height_width_time: sections is {sections} but must have as many pairs of "
-            "height as of width"
-        )
-    height_and_width = [1, 2] * sections[0]
-    return by_axis(inv_freq, height_and_width + [0] * sections[2], 3)
+        must_have = "as many pairs of height as of width"
+        raise ValueError(f"torch_rope.multimodal.height_width_time: sections is {sections} but must have {must_have}")
+    return by_axis(inv_freq, [1, 2] * sections[0] + [0] * sections[2], 3)
 
 
 @named
@@ -138,7 +132,7 @@ def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
 
     Raises ValueError if inv_freq has another shape or axes is less than 1.
     """
-    _check_parts("axial", inv_freq, "n")
+    _check_parts("torch_rope.multimodal.axial", inv_freq, "n")
     axes = whole("torch_rope.multimodal.axial", "axes", axes, 1)
     n = inv_freq.shape[-1]
     return by_axis(torch.cat([inv_freq] * axes, -1), [j // n for j in range(axes * n)], axes)
@@ -214,10 +208,8 @@ def from_config(config: Any) -> AxialFrequencies:
     text = frequencies.config.understood(config)
     name = text.model_type.removesuffix("_text")
     if name not in _MODELS:
-        raise ValueError(
-            f"torch_rope.multimodal.from_config: model_type is {text.model_type!r} but must be one of "
-            f"{', '.join(map(repr, _MODELS))}"
-        )
+        must_be = f"one of {', '.join(map(repr, _MODELS))}"
+        raise ValueError(f"torch_rope.multimodal.from_config: model_type is {text.model_type!r} but must be {must_be}")
     order, usual = _MODELS[name]
     kind, arguments = frequencies.config.read(text)
     inv_freq, attention_factor = frequencies.KINDS[kind](**arguments)

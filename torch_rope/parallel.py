@@ -141,13 +141,12 @@ class _Call(dict):
         Tables by head have the heads of q and of k, so the groups of q and k become one. Arguments that the call lacks
         or that have no heads are left out.
         """
-        groups = tuple(tuple(n for n in group if n in self and "heads" in self[n].axes) for group in groups)
-        tables = tuple(name for name in ("cos", "sin") if name in self and "heads" in self[name].axes)
-        if tables:
+        by_head = [name for name in ("cos", "sin") if name in self and "heads" in self[name].axes]
+        if by_head:
             rotated = [group for group in groups if not group[0].startswith("v_")]
-            groups = (sum(rotated, tables), *(group for group in groups if group not in rotated))
+            groups = (sum(rotated, tuple(by_head)), *(group for group in groups if group not in rotated))
         for group in groups:
-            arguments = [self[name] for name in group]
+            arguments = [self[name] for name in group if name in self and "heads" in self[name].axes]
             first = next((a for a in arguments if a.axis(m) == "heads"), None)
             for a in arguments if first is not None else ():
                 a.follow(first, m)
@@ -227,10 +226,7 @@ def _strategy(signature: Signature, rule: _Rule, schema: OpSchema) -> OpStrategy
     return OpStrategy([OpSpec(results, ins, redistribute_cost=[[0.0]] * len(ins))])
 
 
-_RULES = {
-    "_norm_rotate_qk_backward": _norm_backward,
-    "rotate_into_cache_": _rotate_into_cache,
-}
+_RULES = {"_norm_rotate_qk_backward": _norm_backward, "rotate_into_cache_": _rotate_into_cache}
 
 # The public register_sharding is not used, for two reasons. It caches a decision for every value of offset, so one more
 # at each step of decoding. And it takes a list of placements: for a call whose placements are not in the list, DTensor
@@ -261,9 +257,5 @@ def distributed_like(mesh: DeviceMesh, seq: int, angles: dict[str, Any]) -> dict
             f"the positions of all {seq} tokens of the DTensor q; or pass a DTensor, made of the positions "
             "that each rank has: DTensor.from_local(positions, mesh, [Shard(-1)])"
         )
-    return {
-        name: DTensor.from_local(a, mesh, run_check=False)
-        if isinstance(a, torch.Tensor) and not isinstance(a, DTensor)
-        else a
-        for name, a in angles.items()
-    }
+    plain = {n: a for n, a in angles.items() if isinstance(a, torch.Tensor) and not isinstance(a, DTensor)}
+    return angles | {name: DTensor.from_local(a, mesh, run_check=False) for name, a in plain.items()}

@@ -56,10 +56,9 @@ def positions_from_cu_seqlens(
     if is_plain and not is_functorch_wrapped_tensor(cu_seqlens):
         starts = cu_seqlens.tolist()
         if starts[0] != 0 or starts != sorted(starts):
-            raise ValueError(
-                f"{function}: cu_seqlens is {starts} but must begin with 0 and never decrease; pass lengths as "
-                "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), and a slice of cu_seqlens without its first number"
-            )
+            advice = "pass lengths as torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), and a slice of cu_seqlens "
+            advice += "without its first number"
+            raise ValueError(f"{function}: cu_seqlens is {starts} but must begin with 0 and never decrease; {advice}")
         if ranks > 1 and any(start % (2 * ranks) for start in starts):
             must_have = f"lengths that are multiples of 2 * cp_size, which is {2 * ranks}; pad each sequence"
             raise ValueError(f"{function}: cu_seqlens is {starts} but must have {must_have}")

@@ -10,10 +10,8 @@ The arithmetic is float32 (float64 if x is float64), angles are float64, and eac
 PyTorch's operators round if eager_rounding is True. The functions check nothing, and run on any device that has float64.
 
 To judge a result of any dtype, call a function with float64 copies of the arguments and compare: this is what
-``python -m torch_rope.selfcheck`` and the benchmarks do.
-
-There are no functions for ``rotate_`` and ``rotate_qk_``: they write to x, or to q and k, what ``rotate`` and
-``rotate_qk`` return.
+``python -m torch_rope.selfcheck`` and the benchmarks do. ``rotate_`` and ``rotate_qk_`` write what ``rotate`` and
+``rotate_qk`` return, and have no functions here.
 """
 
 import torch
@@ -64,17 +62,14 @@ def rotate(
 
 
 def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
-    """Rotates q and k, as :func:`torch_rope.rotate_qk` does. The other arguments are those of :func:`rotate`."""
+    """Rotates q and k, as :func:`torch_rope.rotate_qk` does. The other arguments, here and below, are those of rotate."""
     return rotate(q, *angles, **flags), rotate(k, *angles, **flags)
 
 
 def norm_rotate_qk(
     q: Tensor, k: Tensor, q_norm_weight: Tensor, k_norm_weight: Tensor, *angles, norm_eps: float = 1e-6, **flags
 ) -> tuple[Tensor, Tensor]:
-    """RMS-normalises q and k and rotates them, as :func:`torch_rope.norm_rotate_qk` does.
-
-    The other arguments are those of :func:`rotate`.
-    """
+    """RMS-normalises q and k and rotates them, as :func:`torch_rope.norm_rotate_qk` does."""
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return _normalised(x, norm_eps, over_heads=weight.dim() == 2) * weight
@@ -137,9 +132,8 @@ def rotate_into_cache_(
         v = _normalised(v, norm_eps, over_heads=False).to(v.dtype if v_scale is None else wide)
     given = torch.arange(k.shape[-3], device=k.device) if positions is None else positions.long()
     p = given + offset
-    if (
-        slots is not None and cos is not None and sin is not None and cos.dim() == 2
-    ):  # pads outside of the table take a row of NaN
+    # Pads outside of the table take a row of NaN.
+    if slots is not None and cos is not None and sin is not None and cos.dim() == 2:
         wrapped = (p < given) != (torch.full_like(given, offset) < 0)
         outside = torch.atleast_2d(slots < 0) & ~((p >= 0) & (p < cos.shape[0]) & ~wrapped)  # [batch, seq]
         cos, sin = (t[torch.where(outside, 0, p)].masked_fill(outside.unsqueeze(-1), torch.nan) for t in (cos, sin))

@@ -5,12 +5,11 @@ import copy
 import random
 
 import torch
+from calls import describe, make
 from cases import OPERATORS, written_by
 from programs import tensors_of
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-from torch_rope.selfcheck.calls import describe, make
 
 _setup_privateuseone_for_python_backend("spare")
 

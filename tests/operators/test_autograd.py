@@ -6,13 +6,12 @@ import itertools
 
 import pytest
 import torch
+from calls import Source, make
 from cases import Calls, covering, name_of, need, written_by
 from programs import FUNCTIONAL, call_of, tensors_of
 from programs import IN_PLACE as WRITING
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
-
-from torch_rope.selfcheck.calls import Source, make
 
 rope = torch.ops.rope
 pytestmark = pytest.mark.shared

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 from caches import bits, check, garbage, misplace_pads
-from oracle import numpy_of, quantise
-
-import torch_rope
-from torch_rope.selfcheck.calls import (
+from calls import (
     CACHE,
     CACHES,
     CELLS,
@@ -28,6 +25,9 @@ from torch_rope.selfcheck.calls import (
     factors,
     make,
 )
+from oracle import numpy_of, quantise
+
+import torch_rope
 
 rope = torch.ops.rope
 
@@ -47,7 +47,7 @@ OF_V += [((2, 5, 2, 1, 258, 258), (2, 300))]
 CASES = cases.covering(
     FACTORS, allowed, interacting=[*cases.KERNELS[1:], ("cache", "slots", "dims")], exhaustive=cases.ALL_CALLS
 )
-ALIKE = {"source": SOURCES[8], "slots": "int64 [B,S]", "dims": 4, "q_weight": None}
+ALIKE = {"source": SOURCES[6], "slots": "int64 [B,S]", "dims": 4, "q_weight": None}
 CASES += [
     case | ALIKE | {"size": size, "v_shape": v_shape} for case, (size, v_shape) in zip(CASES, OF_V * 2, strict=False)
 ]
@@ -219,7 +219,7 @@ def test_two_tokens_with_one_cell_are_found_at_any_distance_of_cells(step):
     [("heads sequence", "own", "none", torch.float32), ("kv blocks", None, "strided int32 [B,S]", torch.bfloat16)],
 )
 def test_a_large_prompt_has_the_same_bits_with_any_number_of_threads(cache, q_weight, slots, dtype, device):
-    description = {"size": (1, cases.many(300, device), 8, 4, 128, 96), "source": SOURCES[7], "q": "qkv"}
+    description = {"size": (1, cases.many(300, device), 8, 4, 128, 96), "source": SOURCES[5], "q": "qkv"}
     for _ in cases.thread_counts():
         of_cache = {"cache": cache, "slots": slots, "q_weight": q_weight}
         check(make("rotate_into_cache_", device, **description, **of_cache, dtype=dtype))

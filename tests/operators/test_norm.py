@@ -4,11 +4,11 @@ layout. For derivatives of any order see test_autograd.py."""
 import cases
 import pytest
 import torch
+from calls import DTYPES, LAYOUTS, SOURCES, Source, factors, make, tensor
 from oracle import assert_accurate, assert_close, limits, limits_of_reference, rotate
 
 import torch_rope
 from torch_rope import reference
-from torch_rope.selfcheck.calls import DTYPES, SOURCES, Source, factors, make
 
 rope = torch.ops.rope
 norm_rotate_qk = rope.norm_rotate_qk
@@ -53,9 +53,7 @@ def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
     before, inputs = [t.clone() for t in tensors], [t.detach().requires_grad_() for t in tensors]
     outs = norm_rotate_qk(*inputs, **options)
     assert_right(outs, tensors, options)
-    given = [
-        cases.LAYOUTS[case[f"{name}_grad"]](x.shape, x.dtype, device) for name, x in zip("qk", inputs, strict=False)
-    ]
+    given = [tensor(case[f"{name}_grad"], x.shape, x.dtype, device) for name, x in zip("qk", inputs, strict=False)]
     gradients = torch.autograd.grad(outs, inputs, given)
     assert_accurate(gradients, tensors, given, options)
     cases.assert_same(tensors, before)
@@ -80,7 +78,7 @@ LONG_SUMS = [
 def test_long_sums_are_accurate(number, dtype, head_dims, heads, k_heads, over_heads, device):
     """Some heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
     size = (1, 5, heads, k_heads, *[head_dims[number]] * 2)
-    source, weights = Source("head") if heads == k_heads else SOURCES[2], {"q_weight": "own", "k_weight": "own"}
+    source, weights = Source("head") if heads == k_heads else SOURCES[1], {"q_weight": "own", "k_weight": "own"}
     tensors, angles = make_norm(device, size=size, source=source, dtype=dtype, over_heads=over_heads, **weights)
     if over_heads:
         tensors[0][..., ::2, :] = 1.2345
@@ -117,8 +115,9 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
         return (norm_rotate_qk if given else rope.rotate_qk)(q, k, *given, **options)
 
     whole = call(q, k)
-    for q_layout, k_layout in zip(cases.LAYOUTS.values(), reversed(cases.LAYOUTS.values()), strict=True):
-        cases.assert_same(call(*(f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))), whole)
+    for layouts in zip(LAYOUTS, reversed(LAYOUTS), strict=True):
+        laid = [tensor(of, t.shape, dtype, device).copy_(t) for of, t in zip(layouts, (q, k), strict=True)]
+        cases.assert_same(call(*laid), whole)
     for token, head in (0, 1), (4, 0):
         here = (slice(1, 2), slice(token, token + 1), slice(None) if over_heads else slice(head, head + 1))
         cases.assert_same(call(q[here], k[here], offset=2 + token), [t[here] for t in whole])
@@ -213,8 +212,8 @@ def test_gradients_of_weights_are_accurate_for_many_tokens(positive, dtype, over
     assert_accurate(gradients, tensors, given, angles)
     for _ in cases.thread_counts():
         cases.assert_same(rope._norm_rotate_qk_backward(*given, *tensors, **angles), gradients)
-    for layout in cases.LAYOUTS.values():
-        laid = [layout(t.shape, dtype, device).copy_(t) for t in (*given, *tensors[:2])]
+    for layout in LAYOUTS:
+        laid = [tensor(layout, t.shape, dtype, device).copy_(t) for t in (*given, *tensors[:2])]
         cases.assert_same(rope._norm_rotate_qk_backward(*laid, *tensors[2:], **angles), gradients)
 
 

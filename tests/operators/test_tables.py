@@ -6,9 +6,8 @@ For derivatives of any order see test_autograd.py.
 import cases
 import pytest
 import torch
+from calls import DTYPES, SOURCES, factors, make
 from oracle import ANGLE_ERROR, assert_gradients, numpy_of, table_backward
-
-from torch_rope.selfcheck.calls import DTYPES, SOURCES, factors, make
 
 rope = torch.ops.rope
 TABLES = [source for source in SOURCES if "inv_freq" not in source.kind]

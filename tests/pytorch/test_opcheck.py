@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from calls import EXPANDED, allowed, factors, make
 from cases import EXHAUSTIVE, OPERATORS, covering, name_of, need
 from programs import DIM, FUNCTIONAL, HEADS, IN_PLACE, KV_HEADS, ROTATING, rope
 
 import torch_rope
-from torch_rope.selfcheck.calls import EXPANDED, allowed, factors, make
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("_memory_of_others")]
 
@@ -52,7 +52,7 @@ def cases_of(op):
     if "quantised" in values:  # torch's check of schemas cannot compare float8
         values |= {"quantised": [(None, None), (None, torch.int8), (torch.int8, None)], "q_dtype": [None, torch.int8]}
     if not EXHAUSTIVE:
-        values["source"] = [values["source"][i] for i in (0, 2, 3, 6, 9, 11, 12, 14, *range(15, len(values["source"])))]
+        values["source"] = [values["source"][i] for i in (0, 1, 2, 4, 7, 9, 13, 14, *range(15, len(values["source"])))]
     if op not in IN_PLACE:
         values |= {name: [*values[name], *EXPANDED] for name in ("q", "k")}
     traced = set()  # tracing takes long, so the first case with a need of gradients and a norm is enough

@@ -12,7 +12,7 @@ the CPU emulator, and --simulate runs the Metal back end on the simulated device
 PYTHONPATH names. Both are slow, so ask for fewer calls with --calls. ATEN_CPU_CAPABILITY=default and
 ATEN_CPU_CAPABILITY=avx2 select the other kernels of the CPU.
 
-The operators come from the schemas, and their calls from torch_rope/selfcheck/calls.py of the tree of this file.
+The operators come from the schemas, and their calls from tests/calls.py of the tree of this file.
 """
 
 import argparse
@@ -24,9 +24,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "torch_rope/selfcheck"))
-
-import calls  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def tuple_of(outs) -> tuple:
@@ -97,7 +95,11 @@ def main() -> None:
         from backends.metal.simulator import simulator
 
         simulator.load()
-    import torch_rope  # noqa: F401  registers the operators
+    import torch_rope.selfcheck
+
+    torch_rope.selfcheck.__path__ = [str(ROOT / "torch_rope/selfcheck")]  # whose calls.py those of the tests extend
+    sys.path.insert(0, str(ROOT / "tests"))
+    import calls
 
     device = "mps" if arguments.simulate else "cpu"
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("rope::")}

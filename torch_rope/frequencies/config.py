@@ -18,8 +18,8 @@ from .of_transformers import INSTEAD
 # In the config of a model that transformers does not have, an entry with such a name must be one of those below.
 _ABOUT_POSITIONS = re.compile(r"rope|rota[rt]|theta|yarn|mscale|ntk|xpos|alibi|axes|^(?!(max|num|n)_).*position", re.I)
 _READ = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "qk_rope_head_dim", "rotary_dim"}
-_READ |= {"no_rope_layers", "original_max_position_embeddings", "position_embedding_type"}
-_READ |= {"rope_interleave", "rope_is_neox_style"}
+_READ |= {"no_rope_layers", "original_max_position_embeddings", "position_embedding_type", "rope_interleave"}
+_READ |= {"rope_is_neox_style"}
 _READ |= {"rope_full_precision", "fuse_rope", "use_mrope", "ignore_keys_at_rope_validation"}  # do not matter
 # The entries of its rope parameters besides the parameters of the function of the kind.
 _OF_EVERY_KIND = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}

@@ -289,15 +289,14 @@ def longrope(
     """
     f = _powers("longrope", rotary_dim, base)
     for name, divisors in (("short_factor", short_factor), ("long_factor", long_factor)):
-        length, must_be = (getattr(divisors, "__len__", lambda: None)(), f"rotary_dim / 2, which is {len(f)}")
-        _require(length == len(f), "longrope", f"len({name})", length, must_be)
+        length = getattr(divisors, "__len__", lambda: None)()
+        _require(length == len(f), "longrope", f"len({name})", length, f"rotary_dim / 2, which is {len(f)}")
         _require_positive("longrope", **{f"{name}[{i}]": divisor for i, divisor in enumerate(divisors)})
     _require_numbers("longrope", lambda n: n > 1, "more than 1", original_max_position=original_max_position)
     if attention_factor is None:
         if factor is None:
-            raise wrong_number(
-                "torch_rope.frequencies.longrope", "factor", factor, "a number unless attention_factor is given"
-            )
+            must_be = "a number unless attention_factor is given"
+            raise wrong_number("torch_rope.frequencies.longrope", "factor", factor, must_be)
         _require_positive("longrope", factor=factor)
         attention_factor = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original_max_position))
     _require_positive("longrope", attention_factor=attention_factor)

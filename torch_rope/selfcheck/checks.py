@@ -9,13 +9,15 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from torch_rope import reference
 from torch_rope.frequencies import default, has_float64
-from torch_rope.selfcheck.calls import DTYPES, QUANTISED, SOURCES, describe, make
+from torch_rope.selfcheck.calls import DTYPES, QUANTISED, SOURCES, describe, filled, make
 
 rope = torch.ops.rope
 QUOTIENT_ERROR = 2e-6  # the largest error of a number before it is quantised, as a part of its pair's magnitude
@@ -101,7 +103,7 @@ class Check:
         self.largest = max(self.largest, part.item())
         limit = (allowed / step).flatten()[at]
         require(
-            part <= 1,
+            bool(part <= 1),
             f"{name}{[int(i) for i in torch.unravel_index(at, expected.shape)]} is {actual.flatten()[at]:.9g}, expected "
             f"{expected.flatten()[at]:.9g}: the error is {part * limit:.3g} ulp but must be at most {limit:.3g}",
         )
@@ -117,7 +119,7 @@ class Check:
     # ---- arguments ----
 
     def make(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64).to(dtype).to(self.device)
+        return filled(dtype, self.device)(*shape)
 
     def tables(self, rows: int, rotary_dim: int) -> dict[str, Tensor]:
         """Returns cos and sin. No kernel of torch_rope computes them, so a broken kernel fails only its own checks."""
@@ -127,13 +129,9 @@ class Check:
     def arguments(self, op: str, dtype: torch.dtype, number: int) -> dict:
         """Returns the arguments of a call. The number determines every choice."""
         torch.manual_seed(number)
-        pick, given = random.Random(number), {"dtype": dtype, "eager_rounding": False}
-        if dtype == torch.float64:
-            given["source"] = pick.choice(EXACT_SOURCES)
-        case = describe(op, pick, self.device, **given)
-        if case.get("scales") == "unusual":  # the check of a quotient does not know infinities
-            case["scales"] = "heads"
-        call = make(op, self.device, **case)
+        pick = random.Random(number)
+        exact_source = {"source": pick.choice(EXACT_SOURCES)} if dtype == torch.float64 else {}
+        call = make(op, self.device, **describe(op, pick, self.device, dtype=dtype, **exact_source))
         if "inv_freq" in call and "positions" in call and op != "rotate_into_cache_" and pick.random() < 0.5:
             far = torch.randint(2**24 - 9, call["positions"].shape, dtype=call["positions"].dtype)
             call["positions"] = far.to(self.device)
@@ -142,17 +140,12 @@ class Check:
     # ---- the checks ----
 
     def values(self, op: str, call: dict, reference_call: dict | None = None) -> None:
-        """Checks all results of an operator, and that it changes nothing else.
-
-        reference_call: the arguments of the reference, if they must not be the same.
-        """
+        """Checks all results of an operator, and that it changes nothing else. reference_call: the arguments of the
+        reference, if they must not be the same."""
         exact_call = {name: exact(value) for name, value in (reference_call or call).items()}
-        x = next(iter(call.values()))
-        before = {
-            name: call[name].clone() for name in ("x", "q", "k", "v", "q_out", "k_cache", "v_cache") if name in call
-        }
-        outs = self.call(op, **call)
-        dtype, has_norm = x.dtype, "q_norm_weight" in call or call.get("norm_v", False)
+        before = {name: value.clone() for name, value in call.items() if isinstance(value, Tensor)}
+        outs, dtype = self.call(op, **call), next(iter(call.values())).dtype
+        has_norm = "q_norm_weight" in call or call.get("norm_v", False)
         ulps, part = limits(dtype, call, call.get("attention_factor", 1.0), has_norm)
         bound = ulps + 2 * (dtype == torch.float64), part  # in float64 the expected result has an error of its own
         if op == "rotate_into_cache_":
@@ -160,10 +153,9 @@ class Check:
             unchanged = ["k", "v", *(["q"] if call.get("q_out", call["q"]) is not call["q"] else [])]
         else:
             xs = {name: call[name] for name in ("x", "q", "k") if name in call}
-            unchanged = [] if op.endswith("_") else xs
-            outs = xs.values() if op.endswith("_") else outs if isinstance(outs, tuple) else (outs,)
-            expected = getattr(reference, op.rstrip("_"))(**exact_call)
-            expected = expected if isinstance(expected, tuple) else (expected,)
+            unchanged = [] if op.endswith("_") else list(xs)
+            outs = xs.values() if op.endswith("_") else tree_leaves(outs)
+            expected = tree_leaves(getattr(reference, op.rstrip("_"))(**exact_call))
             for (name, x), out, e in zip(xs.items(), outs, expected, strict=True):
                 require(out.dtype == x.dtype, f"{name} is {out.dtype} but must be {x.dtype}")
                 self.near(name, out, e, magnitude(e, exact_call), *bound)
@@ -200,12 +192,12 @@ class Check:
         constant = ("cos", "sin", "inv_freq") if "norm" in op else ()  # these have no gradient
         floating = [name for name, t in call.items() if isinstance(t, Tensor) and t.is_floating_point()]
         of = of or tuple(name for name in floating if name not in constant)
-        given, found = [], []
+        given: list[Tensor] = []
+        found = []
         for function, copy in ((partial(self.call, op), lambda t: t), (getattr(reference, op), exact)):
             copies = {name: copy(value) for name, value in call.items()}
             leaves = {name: copies[name].detach().requires_grad_() for name in of}
-            outs = function(**copies | leaves)
-            outs = outs if isinstance(outs, tuple) else (outs,)
+            outs = tree_leaves(function(**copies | leaves))
             given = given or [self.make(*out.shape, dtype=out.dtype) for out in outs]
             found.append(torch.autograd.grad(outs, list(leaves.values()), list(map(copy, given))))
         x = call.get("x", call.get("q"))
@@ -240,12 +232,12 @@ class Check:
         """Checks that eager rounding gives the bits of torch's operators."""
         tables = {name: t.to(dtype) for name, t in self.tables(9, 48).items()}
         tensors = {"x": self.make(2, 9, 5, 72, dtype=dtype)} | tables
-        options = {"interleaved": interleaved, "attention_factor": 1.7, "rotary_start": 8, "eager_rounding": True}
+        options = {"attention_factor": 1.7, "rotary_start": 8, "eager_rounding": True}
         found = []
         for function, device in ((partial(self.call, "rotate"), self.device), (reference.rotate, "cpu")):
-            given = {name: t.detach().to(device) for name, t in tensors.items()}
+            given: dict[str, Any] = {name: t.detach().to(device) for name, t in tensors.items()} | options
             x = given["x"].requires_grad_()
-            out = function(**given, **options)
+            out = function(**given, interleaved=interleaved)
             found.append([out, *torch.autograd.grad(out, x, -x)])
         for name, actual, expected in zip(("the result", "the gradient"), *found, strict=True):
             self.same(name, actual, expected)

@@ -49,11 +49,8 @@ def run_group(device: str, group: str, cases: int, *options: str) -> tuple[bool,
 
 
 def summary(entries: list[list], cases: int, death: str, output: str) -> tuple[bool, list[str]]:
-    """Returns whether a group passed, and lines that say what was found.
-
-    entries: the report of its process; see worker.py. cases: how many there are. death: how the process ended, if not as
-    it should. output: what it printed.
-    """
+    """Returns whether a group passed, and lines that say what was found. entries: the report of its process; see worker.py.
+    cases: how many there are. death: how the process ended, if not as it should. output: what it printed."""
     found = defaultdict(list)
     for kind, *rest in entries:
         found[kind].append(rest)

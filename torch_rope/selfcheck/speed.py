@@ -41,10 +41,10 @@ def measure(check: Check, op: str, tokens: int) -> str:
 
 
 def median_times(device: torch.device, calls: list[Callable]) -> list[float]:
-    """Returns the median time of each call in seconds.
+    """Returns the median time of each call in seconds. The calls alternate.
 
-    The calls alternate. Each run is so long that waiting for the device at its end is a small part of it. On Metal the GPU
-    begins only at that wait, so a time is the sum of what host and GPU need.
+    Each run is so long that waiting for the device at its end is a small part of it. On Metal the GPU begins only at that
+    wait, so a time is the sum of what host and GPU need.
     """
 
     def run(call: Callable, repeats: int) -> float:
@@ -55,11 +55,9 @@ def median_times(device: torch.device, calls: list[Callable]) -> list[float]:
         zero.item()
         return time.perf_counter() - start
 
-    zero, repeats = torch.zeros((), device=device), []
-    rounds: list[list[float]] = []
-    for call in calls:
-        once = min(run(call, 1), run(call, 1))  # the first call may compile
-        repeats.append(min(max(int(0.005 / once), 1), 1000))
+    zero, rounds = torch.zeros((), device=device), list[list[float]]()
+    once = [min(run(call, 1), run(call, 1)) for call in calls]  # the first call may compile
+    repeats = [min(max(int(0.005 / seconds), 1), 1000) for seconds in once]
     end = time.monotonic() + 0.5
     while not rounds or (time.monotonic() < end and len(rounds) < 30):
         rounds.append([run(call, n) / n for call, n in zip(calls, repeats, strict=True)])

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from caches import check
+from calls import Source, arguments_of, make
 from cases import EMULATED, OPERATORS, assert_same, covering, name_of, python
 from cuda_calls import BLOCKS, CELLS, ROWS, call_outside, make_call, results_of
 from oracle import assert_accurate, assert_close, limits, rotate
 
 import torch_rope
-from torch_rope.selfcheck.calls import Source, arguments_of, make
 
 rope = torch.ops.rope
 

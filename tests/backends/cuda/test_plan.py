@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import EXHAUSTIVE, LAYOUTS, ROOT
+from calls import DTYPES, LAYOUTS, tensor
+from cases import EXHAUSTIVE, ROOT
 
 from torch_rope import _C
-from torch_rope.selfcheck.calls import DTYPES
 
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.emulator
 def meta(*shape, dtype=torch.float32, layout="bshd"):
     """Returns a tensor [batch, seq, heads, head_dim] without memory."""
     with torch.device("meta"):
-        return LAYOUTS[layout](shape, dtype, "meta")
+        return tensor(layout, shape, dtype, "meta")
 
 
 def is_aligned(t, width):

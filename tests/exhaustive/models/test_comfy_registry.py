@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from cases import ROOT, covering, name_of, needed
-from comfy import DIM, DTYPES, arguments, formula, rotations
+from comfy import DIM, DTYPES, arguments, formula, moved, rotations
 
 import torch_rope
 
@@ -21,7 +21,7 @@ from comfy_kitchen.exceptions import NoCapableBackendError  # noqa: E402
 from comfy_kitchen.registry import registry  # noqa: E402
 
 from torch_rope.integrations.comfy_kitchen import FUNCTIONS, NAME, register, unregister  # noqa: E402
-from torch_rope.selfcheck.calls import moved, spread  # noqa: E402
+from torch_rope.selfcheck.calls import spread  # noqa: E402
 
 SIZES = {"b": 2, "h": 6, "kv": 3, "s": 5, "s+3": 8, "1": 1}
 XS = ("x", "xq", "xk", "q", "k")  # the names of the arguments that are rotated
