@@ -261,7 +261,7 @@ def make(
             positions = call["positions"]
             order = order.argsort(-1)[: positions.shape[:-1].numel(), :seq]
             positions.copy_(order.view(positions.shape) - source.offset)
-        blocks = blocks if blocks is not None else 1 if "sequence" in cache else batch + 2
+        blocks = 1 if "sequence" in cache else batch + 2 if blocks is None else blocks
         cells = cells or (cell_count * max(batch, 1) if "sequence" in cache else cell_count)
         of_k, of_v = (k_dtype, kv_heads, head_dim), (v_dtype, *(v_shape or (kv_heads, head_dim)))
         caches = [CACHES[cache](filled(of or dtype, device), blocks, cells, *shape) for of, *shape in (of_k, of_v)]

@@ -261,7 +261,8 @@ def model_call(q=(2, 7, 8, 128), dtype=torch.bfloat16, v=None, block_size=None, 
         given["tables"] = [torch.empty(4096, options.get("rotary_dim", head_dim) // 2, device="meta")] * 2
     if v:
         dims, size = ((k_heads, head_dim), v), block_size or 100
-        given["outputs"] = [meta(9, 1 + bool(block_size), size, *d, dtype=cached or dtype)[:, 0] for d in dims]
+        whole = [torch.empty(9, 1 + bool(block_size), size, *d, dtype=cached or dtype, device="meta") for d in dims]
+        given["outputs"] = [t[:, 0] for t in whole]
         given |= {"slots": torch.empty(batch, seq, device="meta"), "quantised": (bool(cached),) * 2}
         given["v"] = meta(batch, seq, *v, dtype=dtype)
     return Call(q, **given | options)
