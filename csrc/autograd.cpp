@@ -218,8 +218,10 @@ struct Derivatives : torch::autograd::Function<Derivatives> {
 
 void differentiate(const Operator& op, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack& stack) {
   Call call = op.read(stack);
+  const auto members = members_of(call);
+  const auto is_needed = [](const Tensor** member) { return *member && needed(**member); };
+  if (std::none_of(members.begin(), members.end(), is_needed)) return redispatch(handle, keys, stack);
   const variable_list own = tensors_of(call);
-  if (std::none_of(own.begin(), own.end(), needed)) return redispatch(handle, keys, stack);
   const variable_list primals = each(own, primal);
   variable_list given;
   std::vector<int64_t> numbers;

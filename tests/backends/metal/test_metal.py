@@ -373,7 +373,7 @@ def test_a_call_allocates_its_results_and_the_sums_of_a_weight(device):
     assert allocated(lambda: ops.rotate_qk(q, k, *parts, interleaved=True)) == results
     assert allocated(lambda: ops.norm_rotate_qk(q, k, weight, weight, cos, sin)) == results
     gradients = allocated(lambda: ops._norm_rotate_qk_backward(q, k, q, k, weight, weight, cos, sin))
-    assert gradients == [*results, [16], [16], [1, 2 * 16]]
+    assert gradients == [results[0], [16], results[1], [16], [1, 2 * 16]]
     both = cos.repeat(1, 8)[:4, :16], sin.repeat(1, 8)[:2, :16]  # the weights of a norm over all heads
     gradients = allocated(lambda: ops._norm_rotate_qk_backward(q, k, q, k, *both, cos, sin))
-    assert gradients == [*results, [4, 16], [2, 16], [1, (4 + 2) * 16]]
+    assert gradients == [results[0], [4, 16], results[1], [2, 16], [1, (4 + 2) * 16]]
