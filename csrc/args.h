@@ -85,9 +85,9 @@ struct Args {
   rope_int offset;
   rope_int table_rows;  // the number of rows of a table by position
   rope_int blocks, block_size;
-  rope_double attention_factor, norm_eps;  // for float64 arithmetic
-  float factor_hi, factor_lo;              // attention_factor is the sum of the two
-  float narrow_eps;                        // norm_eps for float32 arithmetic
+  rope_double attention_factor, norm_eps;      // for float64 arithmetic
+  float factor_hi, factor_lo;                  // attention_factor is the sum of the two
+  float narrow_eps;                            // norm_eps for float32 arithmetic
   DType x_dtype, table_dtype, inv_freq_dtype;  // table_dtype: of cos and sin, x_dtype or float32
   int source;                                  // AngleSource
   int rounding;                                // Rounding; kOnce if q and k have a norm
@@ -105,10 +105,10 @@ struct CosSinArgs {
   ROPE_POINTER(const void) inv_freq;   // [axes, pairs], or [2, axes, pairs], which is the sum of two parts
   ROPE_POINTER(void) cos;              // [tokens, pairs], contiguous, aligned to 16 bytes
   ROPE_POINTER(void) sin;
-  rope_int position_strides[2];  // axis, token
-  rope_int inv_freq_strides[3];  // part, axis, pair
-  rope_double attention_factor;  // for float64 arithmetic
-  float factor_hi, factor_lo;    // attention_factor is the sum of the two
+  rope_int position_strides[2];                 // axis, token
+  rope_int inv_freq_strides[3];                 // part, axis, pair
+  rope_double attention_factor;                 // for float64 arithmetic
+  float factor_hi, factor_lo;                   // attention_factor is the sum of the two
   DType dtype, inv_freq_dtype, position_dtype;  // dtype: of cos and sin
   int split_inv_freq;                           // inv_freq has two parts
 };

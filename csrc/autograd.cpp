@@ -1,9 +1,9 @@
 // The derivatives of the operators that return tensors.
 //
-// A rotation is linear in x: its backward is the same operator with inverse flipped. The gradients of a norm in q, k and
-// the weights are an operator with a kernel of its own. All other derivatives are those of the definition: a backward
-// calls it again, with the tensors that were saved, and lets torch differentiate it. The derivatives of cos_sin are
-// written out, because a product of a far position and a frequency would round the angle.
+// A rotation is linear in x: its backward is the same operator with inverse flipped. The gradients of a norm in q, k
+// and the weights are an operator with a kernel of its own. All other derivatives are those of the definition: a
+// backward calls it again, with the tensors that were saved, and lets torch differentiate it. The derivatives of
+// cos_sin are written out, because a product of a far position and a frequency would round the angle.
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros_like.h>
@@ -34,8 +34,9 @@ bool needed(const Tensor& t) { return has_tangent(t) || (at::GradMode::is_enable
 constexpr int kGradients = 0, kXs = 2, kWeights = 4, kCos = 6, kSin = 7, kInvFreq = 8, kPositions = 9, kTensors = 10;
 
 std::array<const Tensor**, kTensors> members_of(Call& c) {
-  return {&c.sides[kQ].gradient, &c.sides[kK].gradient, &c.sides[kQ].in, &c.sides[kK].in, &c.sides[kQ].weight,
-          &c.sides[kK].weight,   &c.cos,                &c.sin,          &c.inv_freq,     &c.positions};
+  return {&c.sides[kQ].gradient, &c.sides[kK].gradient, &c.sides[kQ].in, &c.sides[kK].in,
+          &c.sides[kQ].weight,   &c.sides[kK].weight,   &c.cos,          &c.sin,
+          &c.inv_freq,           &c.positions};
 }
 variable_list tensors_of(Call& call) {
   variable_list tensors;
@@ -321,8 +322,8 @@ void differentiate_cos_sin(const Operator& op, const c10::OperatorHandle& handle
   if (!needed(*call.positions) && !needed(*call.inv_freq)) return redispatch(handle, keys, stack);
   check_cos_sin(call, axes);
   if (!axes) {
-    variable_list tables = axial_cos_sin(call.positions->unsqueeze(0), call.inv_freq->unsqueeze(-2),
-                                         call.attention_factor, call.dtype);
+    variable_list tables =
+        axial_cos_sin(call.positions->unsqueeze(0), call.inv_freq->unsqueeze(-2), call.attention_factor, call.dtype);
     return op.finish(stack, tables);
   }
   const variable_list own{*call.positions, *call.inv_freq}, primals = each(own, primal);

@@ -1,5 +1,6 @@
 // What all back ends share: a call is read, checked and turned into the struct that kernels take, and its results are
-// allocated. A back end is a struct with four functions, which get real tensors, and their sizes, strides and addresses:
+// allocated. A back end is a struct with four functions, which get real tensors, and their sizes, strides and
+// addresses:
 //   static void check(const Call&, const Args&);
 //     Raises an error for what the back end lacks, and for positions and slots whose tensors it can read. Optional. The
 //     other functions are not called if no tensor has an element.

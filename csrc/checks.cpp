@@ -60,9 +60,7 @@ constexpr struct {
 } kNames[kSides] = {{"q", "q_out", "q_norm_weight", "q_scale"},
                     {"k", "k_cache", "k_norm_weight", "k_scale"},
                     {"v", "v_cache", nullptr, "v_scale"}};
-Named in(const Call& call, int side) {
-  return {side == kQ ? call.q_name() : kNames[side].in, call.sides[side].in};
-}
+Named in(const Call& call, int side) { return {side == kQ ? call.q_name() : kNames[side].in, call.sides[side].in}; }
 // The result of a side, if it is an argument of its own.
 Named result(const Call& call, int side) {
   const SideTensors& t = call.sides[side];
@@ -403,10 +401,9 @@ void check(const Call& call, bool in_place) {
   }
   const char* advice = "; pass one angle source: cos and sin, or inv_freq";
   check_together(call, Named{"cos", call.cos}, Named{"sin", call.sin}, advice, of_complex(call.cos));
-  ROPE_CHECK_VALUE(call.cos || call.inv_freq,
-                   "cos, sin and inv_freq are None but must not all be None", advice);
-  ROPE_CHECK_VALUE(!(call.cos && call.inv_freq),
-                   "inv_freq is given but must be None, because cos and sin are given", advice);
+  ROPE_CHECK_VALUE(call.cos || call.inv_freq, "cos, sin and inv_freq are None but must not all be None", advice);
+  ROPE_CHECK_VALUE(!(call.cos && call.inv_freq), "inv_freq is given but must be None, because cos and sin are given",
+                   advice);
   if (call.cos) check_tables(call);
   if (call.inv_freq) {
     check_inv_freq(call, *call.inv_freq, 1, "[rotary_dim / 2] or [2, rotary_dim / 2]",
@@ -449,7 +446,8 @@ at::ScalarType check_cos_sin(const Call& call, bool axes) {
       axes ? "[axes, rotary_dim / 2] or [2, axes, rotary_dim / 2]" : "[rotary_dim / 2] or [2, rotary_dim / 2]");
   ROPE_CHECK_TYPE(is_rotatable(result), "dtype is ", NameOf{result},
                   " but must be float16, bfloat16, float32 or float64");
-  ROPE_CHECK_VALUE(std::isfinite(call.attention_factor), "attention_factor is ", call.attention_factor, " but must be finite");
+  ROPE_CHECK_VALUE(std::isfinite(call.attention_factor), "attention_factor is ", call.attention_factor,
+                   " but must be finite");
   if (axes) {
     check_shape(call, positions.dim() > 0, p, "[axes, ...]");
     const c10::SymInt &own = size(positions, 0), &needed = size(inv_freq, -2);

@@ -1,5 +1,5 @@
-// The operators where no kernel of ours computes: on fake tensors, which have no values, and on devices without kernels,
-// where the definition computes.
+// The operators where no kernel of ours computes: on fake tensors, which have no values, and on devices without
+// kernels, where the definition computes.
 #include <atomic>
 
 #include "backend.h"
@@ -47,9 +47,9 @@ struct Definition : AnyBackend {
     if (warned[int(device.type())].exchange(true)) return;
     TORCH_WARN(op, ": this build of torch_rope has no kernels for ", device.type(),
                ", so torch's operators compute the same, slower",
-               device.is_cuda() ? "; to build the kernels, install nvcc, set TORCH_ROPE_CUDA=1, and run in the source "
-                                  "folder of torch_rope: pip install -v --no-build-isolation --no-deps "
-                                  "--force-reinstall ."
+               device.is_cuda()  ? "; to build the kernels, install nvcc, set TORCH_ROPE_CUDA=1, and run in the source "
+                                   "folder of torch_rope: pip install -v --no-build-isolation --no-deps "
+                                   "--force-reinstall ."
                : device.is_mps() ? "; a build on macOS 14 or later has them"
                                  : "");
   }

@@ -21,7 +21,8 @@ void for_each_tensor(const Operator& op, Stack& stack, F&& f) {
 
 // Returns what a message recommends instead of an in-place operator.
 std::string functional_name(const Operator& op) {
-  if (op.name == "rope.rotate_into_cache_") return "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself";
+  if (op.name == "rope.rotate_into_cache_")
+    return "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself";
   return op.name.substr(0, op.name.size() - 1);
 }
 

@@ -9,8 +9,8 @@ namespace rope {
 // An argument of a schema, and the member of Call that it is.
 struct Field {
   std::string_view name;
-  std::variant<const Tensor * SideTensors::*, const Tensor * Call::*, c10::SymInt Call::*, double Call::*,
-               bool Call::*, int64_t Call::*, std::optional<at::ScalarType> Call::*>
+  std::variant<const Tensor * SideTensors::*, const Tensor * Call::*, c10::SymInt Call::*, double Call::*, bool Call::*,
+               int64_t Call::*, std::optional<at::ScalarType> Call::*>
       member;
   int side = kQ;  // if it is a member of SideTensors
 };
