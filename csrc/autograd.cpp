@@ -29,8 +29,8 @@ bool needed(const Tensor& t) { return has_tangent(t) || (at::GradMode::is_enable
 
 // ---- the tensors of a call ----
 
-// The number of a tensor in a list of all tensors of a call; the first three are those of q and of k. A tensor that the
-// call lacks is undefined in the list.
+// The numbers of tensors in a list of all tensors of a call. The first three are numbers of q; that of k is one more. A
+// tensor that the call lacks is undefined in the list.
 constexpr int kGradients = 0, kXs = 2, kWeights = 4, kCos = 6, kSin = 7, kInvFreq = 8, kPositions = 9, kTensors = 10;
 
 std::array<const Tensor**, kTensors> members_of(Call& c) {

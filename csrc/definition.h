@@ -8,14 +8,14 @@
 
 namespace rope {
 
-// Returns the results of a checked call of an operator that rotates, or of _norm_rotate_qk_backward. `in_place` and
-// caches make no difference: the results are those of q, k and v, not quantised, which belong into `out`.
+// Returns what a checked call computes: rotated q and k, and v, before they are quantised; in a backward the gradients
+// of q, k and both weights. Writes nothing.
 std::vector<Tensor> define(const Call& call);
 
-// Writes these results to `out` of each side: to the cells of a cache, and quantised.
+// Writes these results to `out` of each side, quantised if `out` is, or to the cells of its cache.
 void write(const Call& call, const std::vector<Tensor>& results);
 
-// Writes cos and sin.
+// Writes the cos and sin of a call of axial_cos_sin.
 void define_cos_sin(const Call& call);
 
 }  // namespace rope

@@ -58,7 +58,7 @@ struct Definition : AnyBackend {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, Meta, m) { register_backend<Meta>(m); }
-// A back end's own registration goes before this one.
+// PyTorch takes this registration for a device only if no back end has its own.
 TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, CompositeExplicitAutograd, m) { register_backend<Definition>(m); }
 TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, NestedTensorCPU, m) { register_backend<Definition>(m); }
 TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, NestedTensorCUDA, m) { register_backend<Definition>(m); }

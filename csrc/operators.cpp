@@ -115,6 +115,7 @@ Operator::Operator(const std::string& text)
     fields_.push_back(std::find_if(std::begin(kFields), std::end(kFields),
                                    [&](const Field& field) { return field.name == argument.name(); }));
     TORCH_INTERNAL_ASSERT(fields_.back() != std::end(kFields), argument.name(), " is not in kFields");
+    needed_ += argument.type()->kind() == c10::TypeKind::TensorType;
   }
 }
 
@@ -129,11 +130,9 @@ Call Operator::read_flags(const Stack& stack) const {
 }
 
 Call Operator::read(const Stack& stack) const {
-  const c10::IValue* value = stack.data() + stack.size() - fields_.size();
-  for (const c10::Argument& argument : schema.arguments()) {
-    TORCH_CHECK_VALUE(is_given(*value) || argument.type()->kind() != c10::TypeKind::TensorType, name, ": ",
-                      argument.name(), " is None but must be a tensor");
-    value++;
+  const c10::IValue* const values = stack.data() + stack.size() - fields_.size();
+  for (size_t i = 0; i < needed_; i++) {
+    TORCH_CHECK_VALUE(is_given(values[i]), name, ": ", fields_[i]->name, " is None but must be a tensor");
   }
   return read_flags(stack);
 }

@@ -38,6 +38,7 @@ struct Operator {
 
  private:
   std::vector<const Field*> fields_;  // of the arguments, in the order of the schema
+  size_t needed_ = 0;                 // the first arguments are tensors that a call must have
 };
 
 const std::vector<Operator>& operators();

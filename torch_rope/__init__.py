@@ -17,8 +17,20 @@ from .module import RotaryEmbedding
 from .positions import positions_from_cu_seqlens, slots_of_window
 
 __all__ = [
-    "RotaryEmbedding", "axial_cos_sin", "cos_sin", "decompositions", "frequencies", "inv_freq", "multimodal",
-    "norm_rotate_qk", "positions_from_cu_seqlens", "rotate", "rotate_", "rotate_into_cache_", "rotate_qk", "rotate_qk_",
+    "RotaryEmbedding",
+    "axial_cos_sin",
+    "cos_sin",
+    "decompositions",
+    "frequencies",
+    "inv_freq",
+    "multimodal",
+    "norm_rotate_qk",
+    "positions_from_cu_seqlens",
+    "rotate",
+    "rotate_",
+    "rotate_into_cache_",
+    "rotate_qk",
+    "rotate_qk_",
     "slots_of_window",
-]  # fmt: skip
+]
 __version__ = "0.2.0"

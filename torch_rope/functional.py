@@ -135,8 +135,9 @@ def cos_sin(
         (cos, sin), each ``[*P, rotary_dim / 2]``. In float32, with attention_factor 1, their absolute error is at most
         5e-7 for positions below 2^24 and abs(inv_freq) <= 1. If dtype is float64, the angle is computed in float64.
 
-    Raises ValueError if a shape or a device does not fit or attention_factor is not finite, and TypeError if a dtype is not
-    supported.
+    Raises:
+        ValueError: a shape or a device does not fit, or attention_factor is not finite.
+        TypeError: a dtype is not supported.
 
     Differentiable in inv_freq, and in positions if they are floating-point: to any order, in forward mode, and under
     torch.func. The gradients are computed in float32, or in float64 if positions, inv_freq or dtype is float64.
@@ -247,8 +248,8 @@ def rotate(
 
     Differentiable in x, cos, sin and inv_freq: to any order, in forward mode, and under torch.func. The gradients of cos
     and sin are sums over heads and tokens, in float32 or better, in an order that does not depend on the number of
-    threads. An inv_freq that requires grad is made into tables by token with :func:`cos_sin` in each call; if several
-    layers share it, make the tables once and pass them.
+    threads. The backward of an inv_freq that requires grad makes tables by token with :func:`cos_sin`; if several layers
+    share it, make the tables once and pass them.
 
     Equivalent to :func:`torch_rope.reference.rotate`.
 

@@ -258,6 +258,11 @@ inline Floats swap_pairs(Floats a) {
   const u64v u = u64v(a.v);
   return Floats(f32v((u << 32) | (u >> 32)));
 }
+inline Doubles swap_pairs(Doubles a) {
+  Doubles b;
+  for (int64_t i = 0; i < Doubles::size; i++) b.v[i] = a.v[i ^ 1];
+  return b;
+}
 
 // A vector of bfloat16 is read as 32-bit lanes of two elements each. These functions return the even and the odd
 // elements as floats. A shift or a mask is enough; nothing is shuffled, neither here nor in lanes_of.

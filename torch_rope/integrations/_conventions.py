@@ -115,10 +115,12 @@ def follows(
 ) -> Convention:
     """Returns the convention of functions that take x, or q and k, and tables of one form.
 
-    shapes: pairs of the shape of x without head_dim and the shape of the tables without channels, "batch seq: seq". A -
-    stands for a dimension that the function adds to the tables. All shapes have it in the same places. tensors: 2 for q
-    and k. together: whether cos and sin are one argument. changes: what a reading has besides. Its member back makes x
-    of a sample too.
+    Args:
+        shapes: pairs of the shape of x without head_dim and the shape of the tables without channels, "batch seq: seq".
+            A - stands for a dimension that the function adds to the tables. All shapes have it in the same places.
+        tensors: 2 for q and k.
+        together: whether cos and sin are one argument.
+        changes: what a reading has besides. Its member back makes x of a sample too.
     """
     back = changes.get("back", lambda x, _: x)
     before, dash, _ = shapes[0].partition(": ")[2].rpartition("-")

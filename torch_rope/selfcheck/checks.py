@@ -189,9 +189,7 @@ class Check:
 
     def gradients(self, op: str, call: dict, of: tuple[str, ...] = ()) -> None:
         """Checks the gradients of the arguments `of`, or of all that have one."""
-        constant = ("cos", "sin", "inv_freq") if "norm" in op else ()  # these have no gradient
-        floating = [name for name, t in call.items() if isinstance(t, Tensor) and t.is_floating_point()]
-        of = of or tuple(name for name in floating if name not in constant)
+        of = of or tuple(name for name, t in call.items() if isinstance(t, Tensor) and t.is_floating_point())
         given: list[Tensor] = []
         found = []
         for function, copy in ((partial(self.call, op), lambda t: t), (getattr(reference, op), exact)):
