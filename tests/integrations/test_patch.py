@@ -159,9 +159,8 @@ MODES = [(mode, torch.float32) for mode in MODES] + [(torch.no_grad, torch.bfloa
 
 
 @pytest.mark.parametrize("mode, dtype", MODES)
-@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"exact_angles": True}], ids=str)
-def test_no_mode_of_the_caller_reaches_a_trial(mode, dtype, options, monkeypatch):
-    model, other, args = make(), make(), (tokens(),)
+def test_no_mode_of_the_caller_reaches_a_trial(mode, dtype, monkeypatch):
+    model, other, args, options = make(), make(), (tokens(),), {"fuse": True, "exact_angles": True}
     expected, (calls, (logits,)) = str(transformers.patch(model, **options)), results(model, args)
     monkeypatch.setattr("torch_rope.integrations._patch._found", {})
     with default_dtype(dtype), mode():
