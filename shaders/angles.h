@@ -61,11 +61,28 @@ inline void read_parameters(bool native, device const void* base, I at, I stride
          : read_elements<float, V>(base, at, stride, in_vectors, to);
 }
 
+// Where the row of a token begins in cos and in sin, for head 0, and the strides from a head, or a column, to the next.
+template <typename I>
+struct TableRow {
+  I cos, sin, cos_head, sin_head, cos_column, sin_column;
+};
+template <typename I>
+inline TableRow<I> table_row(constant TiledParams& r, Token<I> token) {
+  constant rope_int *const cos = r.args.cos_strides, *const sin = r.args.sin_strides;
+  const I row = row_of(token, k_source == kTableByPosition);
+  return {offset_of(cos, token.b, row, I(0)),
+          offset_of(sin, token.b, row, I(0)),
+          I(cos[2]),
+          I(sin[2]),
+          I(cos[3]),
+          I(sin[3])};
+}
+
 // Returns the angles of a rotated chunk, which are those of the pairs chunk * V .. chunk * V + V - 1: cos and sin times
-// attention_factor, with the sign of sin changed for the inverse, or NaN if the token is not valid. head: the head of q
-// or of k. It matters only if k_by_head, otherwise all heads of the token have these angles.
+// attention_factor, with the sign of sin changed for the inverse, or NaN if the token is not valid. row: that of the
+// token. head: the head of q or of k. It matters only if k_by_head, otherwise all heads of the token have these angles.
 template <typename T, int V, typename I>
-inline CosSin<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, I head, uint chunk) {
+inline CosSin<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, TableRow<I> row, I head, uint chunk) {
   constant Args& p = r.args;
   CosSin<V> a;
   a.one = r.one;
@@ -81,12 +98,11 @@ inline CosSin<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
       cos_sin_of_turns(fraction, rest, a.cos[i], a.sin[i]);
     }
   } else if (token.valid) {
-    const I row = row_of(token, k_source == kTableByPosition);
-    const I cos = offset_of(p.cos_strides, token.b, row, head), cos_step = I(p.cos_strides[3]);
-    const I sin = offset_of(p.sin_strides, token.b, row, head), sin_step = I(p.sin_strides[3]);
+    const I cos = row.cos + head * row.cos_head + column * row.cos_column;
+    const I sin = row.sin + head * row.sin_head + column * row.sin_column;
     const bool native = k_native_tables != 0, vectors = k_table_vectors != 0;
-    read_parameters<T, V>(native, x.cos, cos + column * cos_step, cos_step, vectors, a.cos);
-    read_parameters<T, V>(native, x.sin, sin + column * sin_step, sin_step, vectors, a.sin);
+    read_parameters<T, V>(native, x.cos, cos, row.cos_column, vectors, a.cos);
+    read_parameters<T, V>(native, x.sin, sin, row.sin_column, vectors, a.sin);
   }
   for (int i = 0; i < V; i++) {
     if (k_scaled && k_rounding != kOnce) {
@@ -105,7 +121,7 @@ inline CosSin<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
 template <typename T, int V, typename I>
 inline CosSin<V> common_angles(constant TiledParams& r, Buffers<T> x, Token<I> token, bool rotated, uint chunk) {
   CosSin<V> a;
-  if (!k_by_head && rotated) a = angles_of<T, V>(r, x, token, I(0), chunk);
+  if (!k_by_head && rotated) a = angles_of<T, V>(r, x, token, table_row(r, token), I(0), chunk);
   return a;
 }
 

@@ -115,13 +115,13 @@ inline bool must_write(int side, Chunk<V, I> chunk) {
 
 // Normalises and rotates a chunk x of a head, and writes it. What neither the norm nor the rotation changes is copied.
 template <typename T, int V, typename I>
-inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, Head<T, I> head, Chunk<V, I> chunk,
-                   Elements<T, V> x, float scale, Numbers<V> weights, CosSin<V> angles) {
+inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, TableRow<I> row, Head<T, I> head,
+                   Chunk<V, I> chunk, Elements<T, V> x, float scale, Numbers<V> weights, CosSin<V> angles) {
   const bool rotates = chunk.rotated && head.side != kV;
   Numbers<V> n = to<float>(x);
   if (has(k_normalised, head.side)) n = product(n, scale);
   if (has(k_normalised, head.side) && head.side != kV) n = product(n, weights);
-  if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, head.index, chunk.index);
+  if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, row, head.index, chunk.index);
   if (rotates) n = rotated_chunk<T>(n, angles);
   if (rotates || has(k_normalised, head.side)) x = to<T>(n);
   write(x, n, head, chunk);
@@ -137,6 +137,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
   const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? index : 0);
   TokenSide<T, I> sides[kSides];
   sides_of_token(r, x, token, sides);
+  const TableRow<I> row = table_row(r, token);
   CosSin<V> angles;
   Numbers<V> weights;
   int weights_for = -1;  // the side whose weights these are
@@ -155,7 +156,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
     }
     // The first heads are read before the angles, so that both are under way at once.
     if (!k_by_head && step == 0 && active && chunk.rotated && share < r.first[kV])
-      angles = angles_of<T, V>(r, x, token, I(0), chunk.index);
+      angles = angles_of<T, V>(r, x, token, row, I(0), chunk.index);
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
       const int side = heads[i].side;
@@ -169,7 +170,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
         weights = weights_of<T, V>(r, x, side, I(0), chunk);
         weights_for = side;
       }
-      finish(r, x, token, heads[i], chunk, given[i], scale, weights, angles);
+      finish(r, x, token, row, heads[i], chunk, given[i], scale, weights, angles);
     }
   }
 }

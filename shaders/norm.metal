@@ -154,7 +154,8 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
         Numbers<V> weights;
         if (has(k_normalised, head.side) && head.side != kV)
           weights = weights_of<T, V>(r, buffers, head.side, head.index, chunk);
-        finish(r, buffers, token, head, chunk, read(head.in, head.in_stride, chunk), scales[i], weights, angles);
+        finish(r, buffers, token, table_row(r, token), head, chunk, read(head.in, head.in_stride, chunk), scales[i],
+               weights, angles);
       }
     }
   }

@@ -28,7 +28,8 @@ inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> bu
   BackwardChunk<V> c;
   c.x = to<float>(read(x + offset_of(strides, token.b, token.s, head.index), ulong(strides[3]), chunk));
   c.gradient = to<float>(read(head.in, head.in_stride, chunk));
-  if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, head.index, chunk.index);
+  if (k_by_head && chunk.rotated)
+    angles = angles_of<T, V>(r, buffers, token, table_row(r, token), head.index, chunk.index);
   if (chunk.rotated) c.gradient = rotated_chunk<T>(c.gradient, angles);
   c.weighted = product(c.gradient, weights);
   return c;

@@ -191,8 +191,7 @@ def test_a_processor_of_ones_own_may_rotate(body, rotations):
 # ---- what falls back to the function ----
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("another", [False, True])
+@pytest.mark.parametrize("another, half", [(False, True), (True, False)])
 def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(another, half, rotations, forgotten):
     """Also if another model was called with right tables of the same shape before, as HunYuan-VL is for text."""
     layer, (q, k, sin, cos, _) = Layer(), layer_inputs(half=not half)  # the channels of a pair have other angles
