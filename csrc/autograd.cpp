@@ -24,8 +24,14 @@ using torch::autograd::variable_list;
 
 bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 bool varies(const Tensor& t) { return t.defined() && (t.requires_grad() || has_tangent(t)); }
-// Returns whether a derivative with respect to t is needed.
-bool needed(const Tensor& t) { return has_tangent(t) || (at::GradMode::is_enabled() && varies(t)); }
+// Returns whether a derivative with respect to an argument on the stack is needed.
+bool needed(const Operator& op, const Stack& stack) {
+  const auto arguments = torch::jit::last(stack, op.schema.arguments().size());
+  const bool recording = at::GradMode::is_enabled();
+  return std::any_of(arguments.begin(), arguments.end(), [&](const c10::IValue& value) {
+    return value.isTensor() && (recording ? varies(value.toTensor()) : has_tangent(value.toTensor()));
+  });
+}
 
 // ---- the tensors of a call ----
 
@@ -218,10 +224,8 @@ struct Derivatives : torch::autograd::Function<Derivatives> {
 };
 
 void differentiate(const Operator& op, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack& stack) {
+  if (!needed(op, stack)) return redispatch(handle, keys, stack);
   Call call = op.read(stack);
-  const auto members = members_of(call);
-  const auto is_needed = [](const Tensor** member) { return *member && needed(**member); };
-  if (std::none_of(members.begin(), members.end(), is_needed)) return redispatch(handle, keys, stack);
   const variable_list own = tensors_of(call);
   const variable_list primals = each(own, primal);
   variable_list given;
@@ -318,8 +322,8 @@ struct DerivativesOfCosSin : torch::autograd::Function<DerivativesOfCosSin> {
 template <bool axes>
 void differentiate_cos_sin(const Operator& op, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                            Stack& stack) {
-  Call call = op.read(stack);
-  if (!needed(*call.positions) && !needed(*call.inv_freq)) return redispatch(handle, keys, stack);
+  if (!needed(op, stack)) return redispatch(handle, keys, stack);
+  const Call call = op.read(stack);
   check_cos_sin(call, axes);
   if (!axes) {
     variable_list tables =

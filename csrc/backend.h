@@ -109,7 +109,7 @@ void cos_sin(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet
   auto sizes = positions.sym_sizes().slice(1).vec();
   sizes.push_back(inv_freq.sym_size(-1));
   Tensor results[2] = {at::empty_symint(sizes, inv_freq.options().dtype(type)), {}};
-  results[1] = at::empty_like(results[0]);
+  results[1] = result_like<Backend>(results[0]);
   call.positions = &positions, call.inv_freq = &inv_freq, call.cos = &results[0], call.sin = &results[1];
   if constexpr (!Backend::is_fake) {
     if (results[0].numel() != 0) Backend::cos_sin(call);

@@ -54,19 +54,6 @@ void* address(const Tensor& t, bool is_written = false) {
   return is_written ? t.mutable_data_ptr() : const_cast<void*>(t.const_data_ptr());
 }
 
-Format format_of(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat8_e4m3fn:
-      return kFloat8E4M3;
-    case at::kFloat8_e5m2:
-      return kFloat8E5M2;
-    case at::kChar:
-      return kInt8;
-    default:
-      return kUnquantised;
-  }
-}
-
 // Writes what the tensors of a side give. All members are zeros before.
 void describe(const SideTensors& t, Side& side) {
   if (!t.in) return;
@@ -105,6 +92,13 @@ void split_factor(double attention_factor, A& a) {
 }
 
 }  // namespace
+
+Format format_of(at::ScalarType type) {
+  return type == at::kFloat8_e4m3fn ? kFloat8E4M3
+         : type == at::kFloat8_e5m2 ? kFloat8E5M2
+         : type == at::kChar        ? kInt8
+                                    : kUnquantised;
+}
 
 Args Call::args() const {
   Args a{};

@@ -46,18 +46,14 @@ struct Call {
   const char* q_name() const { return sides[kK].in ? "q" : "x"; }
   bool has_cache() const { return sides[kV].in != nullptr; }
   bool is_backward() const { return sides[kQ].gradient != nullptr; }
-  // Returns whether an in-place operator writes this tensor of the call. With q_out, q is only read.
-  bool writes(const Tensor& t) const {
-    for (const SideTensors& side : sides) {
-      if (&t == (side.out ? side.out : side.in)) return true;
-    }
-    return false;
-  }
 
   // These need real tensors and a call that passed its check.
   Args args() const;
   CosSinArgs cos_sin_args() const;  // positions: contiguous, or [axes, tokens]; inv_freq has axes
 };
+
+// Returns how a result of this dtype is stored.
+Format format_of(at::ScalarType type);
 
 // Raises the ValueErrors and TypeErrors that the operators document. Fake tensors are allowed: sizes stay symbolic, and
 // no value in a tensor is read.

@@ -39,10 +39,6 @@ std::ostream& operator<<(std::ostream& out, NameOf name) { return out << c10::ge
 bool is_rotatable(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
 }
-// Returns whether a result of this dtype is quantised.
-bool is_quantised(at::ScalarType type) {
-  return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2 || type == at::kChar;
-}
 
 // ---- checks of one or two tensors; `must` ends a message ----
 
@@ -268,7 +264,7 @@ void check_format(const Call& call, int side) {
     return;
   }
   const at::ScalarType type = y->scalar_type(), x_type = x->scalar_type();
-  check_type(call, type == x_type || is_quantised(type), y, NameOf{x_type}, ", the dtype of ", x.name,
+  check_type(call, type == x_type || format_of(type) != kUnquantised, y, NameOf{x_type}, ", the dtype of ", x.name,
              ", or float8_e4m3fn, float8_e5m2 or int8",
              type == at::kByte ? "; pass float8 numbers as bytes.view(torch.float8_e4m3fn)" : "");
   ROPE_CHECK_VALUE(scale.tensor || type == x_type, scale.name, " is None but must be given, because ", y.name, " is ",
@@ -312,68 +308,50 @@ void check_cache(const Call& call) {
               ", as q has: each token needs its own slot");
 }
 
-// Calls f(Named) for each tensor that is only read, except q, k and v.
-template <typename F>
-void for_each_parameter(const Call& call, F&& f) {
+// A tensor of a call that may be written in place, or that is only read.
+struct Used : Named {
+  enum Kind { kSide, kCache, kParameter } kind;
+  bool written;
+};
+c10::SmallVector<Used, 16> tensors_of(const Call& call) {
+  c10::SmallVector<Used, 16> tensors;
+  const auto add = [&](const Named& t, Used::Kind kind, bool written) {
+    if (t.tensor) tensors.push_back({t, kind, written});
+  };
+  for (int side = 0; side < kSides; side++) {
+    const Named x = in(call, side), y = result(call, side);
+    add(x, Used::kSide, !y.tensor);
+    add(y, side == kQ ? Used::kSide : Used::kCache, true);
+  }
   for (const Named& t : {Named{"cos", call.cos}, Named{"sin", call.sin}, Named{"inv_freq", call.inv_freq},
                          Named{"positions", call.positions}, Named{"slots", call.slots}, weight(call, kQ),
                          weight(call, kK), scale(call, kQ), scale(call, kK), scale(call, kV)}) {
-    if (t.tensor) f(t);
+    add(t, Used::kParameter, false);
   }
-}
-
-// Calls f(Named) for each tensor of the call.
-template <typename F>
-void for_each_tensor(const Call& call, F&& f) {
-  for (int side = 0; side < kSides; side++) {
-    for (const Named& t : {in(call, side), result(call, side)}) {
-      if (t.tensor) f(t);
-    }
-  }
-  for_each_parameter(call, f);
-}
-
-// Checks that all tensors are on the device of q.
-void check_devices(const Call& call) {
-  for_each_tensor(call, [&](const Named& t) { check_same_device(call, t, in(call, kQ)); });
+  return tensors;
 }
 
 // Checks that a tensor which is written shares no memory with another tensor or with itself. Slices of one packed
 // tensor may interleave, so they are compared byte by byte. A cache and q, k or v are not expected to be slices of one
 // tensor, so it is enough to compare their address ranges, from the first to the last byte.
 void check_overlap(const Call& call) {
-  enum Kind { kSide, kCache, kParameter };
-  struct Used : Named {
-    Kind kind;
-    Memory memory;
-    Used(const Named& t, Kind kind) : Named(t), kind(kind), memory(*t) {}
-  };
-  c10::SmallVector<Used, 16> used;      // first those that are written
-  const auto add = [&](bool written) {  // the tensors of all sides that are written, or that are read
-    for (int side = 0; side < kSides; side++) {
-      const Named x = in(call, side), y = result(call, side);
-      if (written && y.tensor) used.emplace_back(y, side == kQ ? kSide : kCache);
-      if (x.tensor && written == !y.tensor) used.emplace_back(x, kSide);
-    }
-  };
-  add(true);
-  const size_t written = used.size();
-  add(false);
-  for_each_parameter(call, [&](const Named& t) { used.emplace_back(t, kParameter); });
-
-  for (size_t i = 0; i < written; i++) {
-    const Used& a = used[i];
-    ROPE_CHECK_VALUE(!a.memory.overlaps_itself(), a.name, " has shape ", a.memory.tensor().sym_sizes(), " and strides ",
-                     a.memory.tensor().sym_strides(),
+  const auto tensors = tensors_of(call);
+  c10::SmallVector<Memory, 16> memory;
+  for (const Used& t : tensors) memory.emplace_back(*t);
+  for (size_t i = 0; i < tensors.size(); i++) {
+    const Used& a = tensors[i];
+    if (!a.written) continue;
+    ROPE_CHECK_VALUE(!memory[i].overlaps_itself(), a.name, " has shape ", memory[i].tensor().sym_sizes(),
+                     " and strides ", memory[i].tensor().sym_strides(),
                      ", so some of its elements share memory, but must have separate memory for each ",
                      "element, because ", a.name, " is written in place; clone it first");
-    for (size_t j = i + 1; j < used.size(); j++) {
-      const Used& b = used[j];
-      if (!a.memory.range_overlaps(b.memory)) continue;
-      const bool exactly = a.kind == b.kind || b.kind == kParameter;
-      if (exactly && !a.memory.overlaps(b.memory)) continue;
-      const std::string reason = j < written ? "both are written in place"
-                                             : std::string(a.name) + " is written in place and " + b.name + " is read";
+    for (size_t j = 0; j < tensors.size(); j++) {
+      const Used& b = tensors[j];
+      if ((b.written && j <= i) || !memory[i].range_overlaps(memory[j])) continue;
+      const bool exactly = a.kind == b.kind || b.kind == Used::kParameter;
+      if (exactly && !memory[i].overlaps(memory[j])) continue;
+      const std::string reason = b.written ? "both are written in place"
+                                           : std::string(a.name) + " is written in place and " + b.name + " is read";
       ROPE_CHECK_VALUE(false, a.name, " overlaps ", b.name, " but must have separate memory, because ", reason);
     }
   }
@@ -392,7 +370,7 @@ void check_gradients(const Call& call) {
 }  // namespace
 
 void check(const Call& call, bool in_place) {
-  check_devices(call);
+  for (const Used& t : tensors_of(call)) check_same_device(call, t, in(call, kQ));
   check_x(call, in(call, kQ));
   if (const Named k = in(call, kK); k.tensor) {
     const char* may_differ = "; only the heads may differ";

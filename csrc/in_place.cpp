@@ -10,12 +10,10 @@ namespace {
 // Calls f(name, value, is_written) for each tensor argument.
 template <typename F>
 void for_each_tensor(const Operator& op, Stack& stack, F&& f) {
-  const Call call = op.read(stack);
   const auto& arguments = op.schema.arguments();
-  c10::IValue* value = &torch::jit::peek(stack, 0, arguments.size());
-  for (const c10::Argument& argument : arguments) {
-    if (value->isTensor() && value->toTensor().defined()) f(argument.name(), *value, call.writes(value->toTensor()));
-    value++;
+  c10::IValue* const values = &torch::jit::peek(stack, 0, arguments.size());
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (values[i].isTensor() && values[i].toTensor().defined()) f(arguments[i].name(), values[i], op.writes(stack, i));
   }
 }
 

@@ -115,6 +115,8 @@ Operator::Operator(const std::string& text)
     fields_.push_back(std::find_if(std::begin(kFields), std::end(kFields),
                                    [&](const Field& field) { return field.name == argument.name(); }));
     TORCH_INTERNAL_ASSERT(fields_.back() != std::end(kFields), argument.name(), " is not in kFields");
+    if (argument.name() == "q_out") q_out_ = written_.size();
+    written_.push_back(argument.alias_info() && argument.alias_info()->isWrite());
     needed_ += argument.type()->kind() == c10::TypeKind::TensorType;
   }
 }
@@ -135,6 +137,11 @@ Call Operator::read(const Stack& stack) const {
     TORCH_CHECK_VALUE(is_given(values[i]), name, ": ", fields_[i]->name, " is None but must be a tensor");
   }
   return read_flags(stack);
+}
+
+bool Operator::writes(const Stack& stack, size_t number) const {
+  const auto values = torch::jit::last(stack, fields_.size());
+  return written_[number] && !(number == 0 && q_out_ && is_given(values[*q_out_]));
 }
 
 Stack Operator::arguments(const Call& call) const {

@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -29,6 +30,8 @@ struct Operator {
   // passes for an argument that the schema declares as Tensor: read() raises a ValueError, read_flags() does not.
   Call read(const Stack& stack) const;
   Call read_flags(const Stack& stack) const;
+  // Returns whether a call of an in-place operator writes the argument with this number. With q_out, q is only read.
+  bool writes(const Stack& stack, size_t number) const;
   // Returns the arguments of a call as the dispatcher takes them.
   Stack arguments(const Call& call) const;
   // Replaces the arguments on the top of the stack by results, which it moves.
@@ -38,6 +41,8 @@ struct Operator {
 
  private:
   std::vector<const Field*> fields_;  // of the arguments, in the order of the schema
+  std::vector<bool> written_;         // whether the schema says that they are written
+  std::optional<size_t> q_out_;       // the number of this argument
   size_t needed_ = 0;                 // the first arguments are tensors that a call must have
 };
 
