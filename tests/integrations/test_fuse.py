@@ -144,7 +144,7 @@ def test_a_cache_may_be_reset_and_used_by_an_unpatched_model(inference):
         assert difference(torch.cat(results, 1), stock(text[:batch]).logits) < LOGITS
 
 
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("fuse", [pytest.param(True, marks=at_night), False])
 @pytest.mark.parametrize(
     "model_type, kind",
     [("qwen3", "static"), *(pytest.param(*case, marks=at_night) for case in product(MODELS, ("static", "dynamic")))],
@@ -165,11 +165,11 @@ def test_a_patched_model_compiles_to_one_graph(model_type, kind, fuse):
     assert {0, 1} == set(graphs) and graphs == sorted(graphs)
 
 
-@pytest.mark.parametrize("options", [{"fuse": True}, {"exact_angles": True}])
-def test_a_patched_model_has_one_program_for_all_lengths(options):
+@pytest.mark.parametrize("exact_angles", [True, pytest.param(False, marks=at_night)])
+def test_a_patched_model_has_one_program_for_all_lengths(exact_angles):
     model, graphs, sizes = pair("qwen3", layers=1)[0].eval(), [], {0: Dim.AUTO, 1: Dim.AUTO}
     model.config.use_cache = False
-    with patch(model, **options), torch.no_grad():
+    with patch(model, fuse=True, exact_angles=exact_angles), torch.no_grad():
         program = torch.export.export(model, (tokens(2, 5),), dynamic_shapes={"input_ids": sizes}).module()
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend=counting(graphs))
