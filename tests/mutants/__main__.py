@@ -98,8 +98,9 @@ def run(name: str, numbers: list[int]) -> dict[str, list]:
         output = made.stdout + made.stderr
         wrong = set()
         for path, line, column in re.findall(r"^(\S+?):(\d+):(\d+): error:", output, re.M):
-            text = (folder / path).read_text().splitlines()[int(line) - 1][: int(column)]
-            wrong |= {int(n) for n in re.findall(r"rope_mutant\((\d+)\)", text)[-1:]}
+            text, planted = (folder / path).read_text().splitlines()[int(line) - 1], r"rope_mutant\((\d+)\)"
+            before = re.findall(planted, text[: int(column)])  # none before a cast
+            wrong |= {int(n) for n in before[-1:] or re.findall(planted, text)[:1]}
         wrong &= {m.number for m in generated if m in mutants}
         if not wrong:
             raise SystemExit(f"{output[-5000:]}\nthe build {name} failed; rope_mutant(N) in a line above is mutant N")

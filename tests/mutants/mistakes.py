@@ -110,7 +110,7 @@ WRITTEN_CPU = [
     ("the definition cuts an int8 instead of rounding it", "csrc/definition.cpp", "return «quotient.nan_to_num(0).clamp(-128, 127).round()».to(at::kChar);", "quotient.nan_to_num(0).clamp(-128, 127)"),
     ("derivatives are computed in the dtype of the tables", "csrc/autograd.cpp", "return c10::promoteTypes(«type», dtype.value_or(at::kFloat));", "dtype.value_or(at::kFloat)"),
     ("inference tensors are written outside inference_mode", "csrc/in_place.cpp", "TORCH_CHECK(«inference || !t.is_inference()», op.name", "true"),
-    ("eager results are quantised before they are rounded", "csrc/cpu/tiles.inc", "(sizeof(T) > 4 || «rounding != kOnce»)", "false"),
+    ("copies are not quantised", "csrc/cpu/rotate.inc", "«first.format == then.format ? nullptr : loop(then)»", "nullptr"),
     ("the rest of the other axis is missing", "csrc/angle.h", "rest = «rest + more_rest + error»;", "rest + error"),
     ("the first product of an eager rotation is not rounded", "csrc/rotation.h", "return «round(own * cos)» +", "own * cos"),
     ("the exponents that are skipped are not counted", "csrc/quantise.h", " + «(exponent >> shift)») ^", "0 * exponent"),

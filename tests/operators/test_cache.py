@@ -152,6 +152,15 @@ def test_each_head_may_have_any_scale(dtype, stored, device):
         test_rotate_into_cache_writes_what_the_functional_operators_return(case | options, device)
 
 
+def test_a_quotient_between_two_numbers_is_rounded_to_the_even_one(device):
+    """x / scale is k + 0.5 without a rounding. The product of x and a rounded 1 / scale often is not."""
+    scale, ties = torch.randint(2049, 4096, (64,), device=device) / 1024, torch.arange(-100, 100, device=device) + 0.5
+    (q, k, k_cache), v = torch.zeros(3, 1, 1, 2, device=device), (ties * scale[:, None])[None]
+    v_cache = torch.zeros_like(v, dtype=torch.int8)
+    rope.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=torch.ones(1, device=device), v_scale=scale)
+    assert torch.equal(v_cache[0], ties.round().to(torch.int8).expand(64, -1))
+
+
 def test_numbers_of_float64_are_rounded_once(device):
     """A number that float32 would round to the middle of two float8 numbers is rounded to the nearer one."""
     cases.need(device, torch.float64)
