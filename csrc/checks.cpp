@@ -313,8 +313,9 @@ struct Used : Named {
   enum Kind { kSide, kCache, kParameter } kind;
   bool written;
 };
-c10::SmallVector<Used, 16> tensors_of(const Call& call) {
-  c10::SmallVector<Used, 16> tensors;
+using UsedTensors = c10::SmallVector<Used, 16>;
+UsedTensors tensors_of(const Call& call) {
+  UsedTensors tensors;
   const auto add = [&](const Named& t, Used::Kind kind, bool written) {
     if (t.tensor) tensors.push_back({t, kind, written});
   };
@@ -334,8 +335,7 @@ c10::SmallVector<Used, 16> tensors_of(const Call& call) {
 // Checks that a tensor which is written shares no memory with another tensor or with itself. Slices of one packed
 // tensor may interleave, so they are compared byte by byte. A cache and q, k or v are not expected to be slices of one
 // tensor, so it is enough to compare their address ranges, from the first to the last byte.
-void check_overlap(const Call& call) {
-  const auto tensors = tensors_of(call);
+void check_overlap(const Call& call, const UsedTensors& tensors) {
   c10::SmallVector<Memory, 16> memory;
   for (const Used& t : tensors) memory.emplace_back(*t);
   for (size_t i = 0; i < tensors.size(); i++) {
@@ -370,7 +370,8 @@ void check_gradients(const Call& call) {
 }  // namespace
 
 void check(const Call& call, bool in_place) {
-  for (const Used& t : tensors_of(call)) check_same_device(call, t, in(call, kQ));
+  const UsedTensors tensors = tensors_of(call);
+  for (const Used& t : tensors) check_same_device(call, t, in(call, kQ));
   check_x(call, in(call, kQ));
   if (const Named k = in(call, kK); k.tensor) {
     const char* may_differ = "; only the heads may differ";
@@ -405,7 +406,7 @@ void check(const Call& call, bool in_place) {
   check_norm(call);
   if (call.has_cache()) check_cache(call);
   if (call.is_backward()) check_gradients(call);
-  if (in_place) check_overlap(call);
+  if (in_place) check_overlap(call, tensors);
 }
 
 at::ScalarType check_cos_sin(const Call& call, bool axes) {

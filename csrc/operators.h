@@ -30,7 +30,8 @@ struct Operator {
   // passes for an argument that the schema declares as Tensor: read() raises a ValueError, read_flags() does not.
   Call read(const Stack& stack) const;
   Call read_flags(const Stack& stack) const;
-  // Returns whether a call of an in-place operator writes the argument with this number. With q_out, q is only read.
+  // Returns whether a call of an in-place operator writes the argument with this number. With q_out, q, which is
+  // argument 0, is only read.
   bool writes(const Stack& stack, size_t number) const;
   // Returns the arguments of a call as the dispatcher takes them.
   Stack arguments(const Call& call) const;

@@ -103,6 +103,39 @@ def quantise(x: np.ndarray, scale: np.ndarray, dtype: torch.dtype) -> np.ndarray
     return np.copysign(np.where(np.isnan(quotient), np.nan, stored), quotient.astype(np.float64))
 
 
+def table_backward(
+    given, x, cos, sin, positions=None, offset=0, *, attention_factor=1.0, interleaved=False, inverse=False,
+    rotary_start=0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Returns the gradients of cos and sin, and for each the sum of the magnitudes of its terms, in the shape of cos.
+
+    x: a list of the tensors that were rotated, each [batch, seq, heads, head_dim] or [seq, heads, head_dim].
+    given: a list of the gradients of their results, in the same shapes.
+    """
+    kind = np.longdouble if x[0].dtype == torch.float64 else np.float64
+    shape, pairs = tuple(cos.shape), cos.shape[-1]
+    sums = np.zeros((4, *shape), kind)
+    for g, t in zip(given, x, strict=True):
+        g, t = (a if a.ndim == 4 else a[None] for a in (numpy_of(g, kind), numpy_of(t, kind)))
+        batch, seq = t.shape[:2]
+        first, second = channels_of_pairs(pairs, rotary_start, interleaved)
+        a, b, ga, gb = t[..., first], t[..., second], g[..., first], g[..., second]
+        sign = -1 if inverse else 1
+        terms = [ga * a + gb * b, sign * (gb * a - ga * b)]
+        terms += [np.abs(ga * a) + np.abs(gb * b), np.abs(gb * a) + np.abs(ga * b)]
+        if len(shape) > 2:  # a row for each token, or for each token and head, of one sequence or of all
+            one = (shape[0], *t.shape[1 : len(shape) - 1])
+            rows = np.broadcast_to(np.arange(np.prod(one)).reshape(one), (batch, *one[1:]))
+        else:
+            p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
+            rows = np.broadcast_to(p + offset, (batch, seq))
+        for total, term in zip(sums, terms, strict=True):
+            summed = term if len(shape) == 4 else term.sum(2)
+            np.add.at(total.reshape(-1, pairs), rows, summed * kind(attention_factor))
+    sums[2:] = np.abs(sums[2:])
+    return tuple(sums)
+
+
 def ulp(magnitude: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Returns the distance between neighbouring numbers of dtype at this magnitude."""
     info = torch.finfo(dtype)
@@ -165,3 +198,17 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
                 limit = limit + ulp(np.abs(value), actual.dtype)
             error = np.abs(numpy_of(actual, value.dtype.type) - value)
             assert (error <= limit).all(), f"{float((error / limit).max()):.3f} of the limit"
+
+
+def assert_gradients(outs, given, x, angles, **flags):
+    """Asserts that the gradients of cos and sin are right within the roundings of the kernels.
+
+    Each product and each term is rounded, and the sum is rounded once to the dtype of the table. In float64 every
+    partial sum is rounded as well. In float32 the sums are compensated, or in double.
+    """
+    cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
+    terms = 2 * sum(t[..., 0].numel() for t in x)
+    roundings = (terms + 4) * 2.0**-53 if x[0].dtype == torch.float64 else 4 * 2.0**-24
+    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
+        limit = ulp(abs(expected), out.dtype) + magnitude * roundings
+        assert (abs(numpy_of(out, expected.dtype.type) - expected) <= limit).all()
