@@ -30,7 +30,8 @@ enum AngleSource : int {
   kTableByHead = 3,      // cos, sin: [batch or 1, seq, heads, rotary_dim / 2]
 };
 
-// How often a rotated element is rounded. The last two have the bits of the formula in torch's operators.
+// How often a rotated element is rounded. The last two have the bits of the formula in torch's operators: what a norm
+// gives is rounded to x's dtype before the rotation, and the rotated element before it is multiplied by a factor.
 enum Rounding : int {
   kOnce = 0,        // once, at the end
   kEachWide = 1,    // each product and each sum, to the arithmetic type; then once more to x's dtype
@@ -50,13 +51,15 @@ enum { kQ = 0, kK = 1, kV = 2, kSides = 3 };
 struct Side {
   ROPE_POINTER(const void) in;      // [batch, seq, heads, head_dim]
   ROPE_POINTER(void) out;           // the same, or a cache: [blocks, block_size, heads, head_dim]
-  ROPE_POINTER(const void) weight;  // of the norm: [head_dim] or [heads, head_dim]. v has none
+  ROPE_POINTER(const void) weight;  // of the norm: [head_dim] or [heads, head_dim]. v may have a norm without one
+  ROPE_POINTER(const float) factor; // of each head of a token, which the result is multiplied by. Only q may have one
   ROPE_POINTER(const float) scale;  // of a quantised result: one number, or [heads]
   ROPE_POINTER(const void) before;  // in a backward, q or k as the forward call took it
   rope_int heads;                   // 0: the call has no such tensor, or it has no heads
   rope_int head_dim;                // k has that of q; v may have another one
   rope_int in_strides[4], out_strides[4], before_strides[4];
   rope_int weight_strides[2];  // head, channel
+  rope_int factor_strides[3];  // batch, seq, head; a stride is 0 if there is one for all
   rope_int scale_stride;       // 0: there is one scale for all heads
   DType weight_dtype;
   int format;  // Format
@@ -65,7 +68,8 @@ struct Side {
 
 // One call of a rotating operator. In the backward of norm and rotation, the inputs of q and k are the gradients of
 // the results, which are rotated back. Let x be what is normalised together, a head or all heads of a token, and w the
-// weights. The normalised and weighted x is scale x w. Let g be its gradient: the gradient of the result, rotated back.
+// weights plus weight_offset. The normalised and weighted x is scale x w. Let g be its gradient: the gradient of the
+// result, rotated back and times its factor.
 //   scale = 1 / sqrt(mean(x^2) + norm_eps)
 //   gradient of x = scale * (g w + common x), where common = -scale^2 * mean(g w x)
 //   gradient of w = sum of scale g x over all tokens, and over all heads that have the weight w
@@ -85,12 +89,13 @@ struct Args {
   rope_int offset;
   rope_int table_rows;  // the number of rows of a table by position
   rope_int blocks, block_size;
-  rope_double attention_factor, norm_eps;      // for float64 arithmetic
-  float factor_hi, factor_lo;                  // attention_factor is the sum of the two
-  float narrow_eps;                            // norm_eps for float32 arithmetic
+  rope_double attention_factor, norm_eps, weight_offset;  // for float64 arithmetic
+  float factor_hi, factor_lo;                             // attention_factor is the sum of the two
+  float narrow_eps, narrow_weight_offset;                 // the others for float32 arithmetic
   DType x_dtype, table_dtype, inv_freq_dtype;  // table_dtype: of cos and sin, x_dtype or float32
   int source;                                  // AngleSource
-  int rounding;                                // Rounding; kOnce if q and k have a norm
+  int rounding;                                // Rounding
+  int round_before_weight;                     // not kOnce: what a norm gives is also rounded before it takes its weight
   int split_inv_freq;  // inv_freq is [2, rotary_dim / 2], and a frequency is the sum of its two parts
   int has_positions, has_slots;
   int wide_positions, wide_slots;  // int64, not int32
@@ -113,7 +118,7 @@ struct CosSinArgs {
   int split_inv_freq;                           // inv_freq has two parts
 };
 
-static_assert(sizeof(Side) == 192 && sizeof(Args) == 872 && sizeof(CosSinArgs) == 128,
+static_assert(sizeof(Side) == 224 && sizeof(Args) == 984 && sizeof(CosSinArgs) == 128,
               "the structs must have the same layout on host and device");
 
 // The range that a position must lie in.

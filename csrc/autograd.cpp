@@ -37,12 +37,13 @@ bool needed(const Operator& op, const Stack& stack) {
 
 // The numbers of tensors in a list of all tensors of a call. The first three are numbers of q; that of k is one more. A
 // tensor that the call lacks is undefined in the list.
-constexpr int kGradients = 0, kXs = 2, kWeights = 4, kCos = 6, kSin = 7, kInvFreq = 8, kPositions = 9, kTensors = 10;
+constexpr int kGradients = 0, kXs = 2, kWeights = 4, kCos = 6, kSin = 7, kInvFreq = 8, kPositions = 9,
+              kFactor = 10, kTensors = 11;
 
 std::array<const Tensor**, kTensors> members_of(Call& c) {
   return {&c.sides[kQ].gradient, &c.sides[kK].gradient, &c.sides[kQ].in, &c.sides[kK].in,
           &c.sides[kQ].weight,   &c.sides[kK].weight,   &c.cos,          &c.sin,
-          &c.inv_freq,           &c.positions};
+          &c.inv_freq,           &c.positions,           &c.sides[kQ].factor};
 }
 variable_list tensors_of(Call& call) {
   variable_list tensors;
@@ -53,6 +54,12 @@ variable_list tensors_of(Call& call) {
 Call with_tensors(Call call, const variable_list& tensors) {
   const auto members = members_of(call);
   for (int i = 0; i < kTensors; i++) *members[i] = tensors[i].defined() ? &tensors[i] : nullptr;
+  return call;
+}
+
+// Returns the call whose derivatives are those of a call: with a norm, they are rounded once.
+Call rounded_once(Call call) {
+  if (call.sides[kQ].weight) call.eager_rounding = call.round_before_weight = false;
   return call;
 }
 
@@ -142,14 +149,19 @@ struct Derivatives : torch::autograd::Function<Derivatives> {
     const auto any = [&](std::initializer_list<int> numbers) {
       return std::any_of(numbers.begin(), numbers.end(), [&](int i) { return varies((*own)[i]); });
     };
-    const bool of_angles = any({kCos, kSin, kInvFreq});
+    const bool of_angles = any({kCos, kSin, kInvFreq}), of_factor = any({kFactor});
     for (size_t i = 0; i < results.size(); i++) {  // the results that need no gradient
       const int side = int(i % 2);
-      if (!of_angles && !any({kGradients + side, kXs + side, kWeights + side})) constant.push_back(results[i]);
+      const bool constant_factor = side == kK || !of_factor;
+      if (!of_angles && constant_factor && !any({kGradients + side, kXs + side, kWeights + side})) {
+        constant.push_back(results[i]);
+      }
     }
     ctx->mark_non_differentiable(constant);
     ctx->set_materialize_grads(false);
-    if (!of_angles && !call->sides[kQ].weight) saved[kXs] = saved[kXs + kK] = Tensor();  // a rotation back needs no x
+    if (!of_angles && !of_factor && !call->sides[kQ].weight) {  // a rotation back needs no x
+      saved[kXs] = saved[kXs + kK] = Tensor();
+    }
     ctx->save_for_backward(std::move(saved));
     const Stack flags = op->arguments(with_tensors(*call, variable_list(kTensors)));
     for (size_t i = 0; i < flags.size(); i++) ctx->saved_data[std::to_string(i)] = flags[i];
@@ -163,7 +175,7 @@ struct Derivatives : torch::autograd::Function<Derivatives> {
     Stack flags;
     for (size_t i = 0; i < op.schema.arguments().size(); i++) flags.push_back(ctx->saved_data[std::to_string(i)]);
     const variable_list own = ctx->get_saved_variables();
-    const Call call = with_tensors(op.read_flags(flags), own);
+    const Call call = rounded_once(with_tensors(op.read_flags(flags), own));
     const std::vector<int64_t> numbers = ctx->saved_data["numbers"].toIntVector();
     const auto wanted = [&](int i) {
       const auto at = std::find(numbers.begin(), numbers.end(), i);
@@ -178,7 +190,7 @@ struct Derivatives : torch::autograd::Function<Derivatives> {
     } else {
       rotate_back(call, grads, wanted(kXs), wanted(kXs + kK), result);
     }
-    others.insert(others.end(), {kCos, kSin, kInvFreq});
+    others.insert(others.end(), {kCos, kSin, kInvFreq, kFactor});
     others.erase(std::remove_if(others.begin(), others.end(), [&](int i) { return !wanted(i); }), others.end());
     const variable_list defined = gradients_of_definition(call, own, others, grads);
     for (size_t i = 0; i < others.size(); i++) result[others[i]] = defined[i];
@@ -194,16 +206,26 @@ struct Derivatives : torch::autograd::Function<Derivatives> {
     Call back = call;
     back.inverse = !call.inverse;
     const bool wanted[] = {q && grads[kQ].defined(), k && grads.size() > 1 && grads[kK].defined()};
+    Tensor given[] = {wanted[kQ] ? grads[kQ] : Tensor(), wanted[kK] ? grads[kK] : Tensor()};
+    const Tensor*& factor = back.sides[kQ].factor;
+    if (!wanted[kQ]) factor = nullptr;
+    if (factor && call.eager_rounding) {  // torch multiplies before it rotates back
+      given[kQ] = times_factor(given[kQ], *factor).to(given[kQ].scalar_type());
+      factor = nullptr;
+    }
+    if (factor && !wanted[kK]) given[kK] = given[kQ].narrow(-2, 0, 0);  // only rotate_qk has a factor
     std::vector<int> sides;
     for (int i : {kQ, kK}) {
       back.sides[i].in = nullptr;
-      if (!wanted[i]) continue;
-      back.sides[sides.size()].in = &grads[i];
+      if (!given[i].defined()) continue;
+      back.sides[sides.size()].in = &given[i];
       sides.push_back(i);
     }
     if (sides.empty()) return;
     const variable_list rotated = find(sides.size() == 2 ? "rotate_qk" : "rotate")(back);
-    for (size_t n = 0; n < sides.size(); n++) result[kXs + sides[n]] = rotated[n];
+    for (size_t n = 0; n < sides.size(); n++) {
+      if (wanted[sides[n]]) result[kXs + sides[n]] = rotated[n];
+    }
   }
 
   static void norm_back(const Call& call, const variable_list& grads, variable_list& result) {
@@ -237,7 +259,7 @@ void differentiate(const Operator& op, const c10::OperatorHandle& handle, c10::D
   }
   variable_list results = apply<Derivatives>(at::TensorList(given), numbers, &op, &call, &own);
   const auto has = [&](int i) { return has_tangent(own[i]); };
-  const bool linear = !call.sides[kQ].weight && !has(kCos) && !has(kSin) && !has(kInvFreq);
+  const bool linear = !call.sides[kQ].weight && !has(kCos) && !has(kSin) && !has(kInvFreq) && !has(kFactor);
   if (linear && (has(kXs) || has(kXs + kK))) {  // a tangent of x is rotated like x
     variable_list tensors = primals;
     for (int i : {kQ, kK}) tensors[kXs + i] = tangent_or_zeros(own[kXs + i]);
@@ -246,7 +268,7 @@ void differentiate(const Operator& op, const c10::OperatorHandle& handle, c10::D
       if (has(kXs + int(i))) set_tangent(results[i], rotated[i]);
     }
   } else if (std::any_of(own.begin(), own.end(), has_tangent)) {
-    const variable_list dual = define(call);
+    const variable_list dual = define(rounded_once(call));
     for (size_t i = 0; i < results.size(); i++) set_tangent(results[i], dual[i]._fw_grad(/*level=*/0));
   }
   op.finish(stack, results);

@@ -74,6 +74,13 @@ void describe(const SideTensors& t, Side& side) {
     side.weight_strides[0] = t.weight->dim() == 2 ? t.weight->stride(0) : 0;
     side.weight_strides[1] = t.weight->stride(-1);
   }
+  if (t.factor) {
+    side.factor = static_cast<const float*>(address(*t.factor));
+    const int64_t dims = t.factor->dim();
+    side.factor_strides[0] = dims > 1 && t.factor->size(0) > 1 ? t.factor->stride(0) : 0;
+    side.factor_strides[1] = t.factor->stride(dims == 3 ? 1 : -1);
+    side.factor_strides[2] = dims == 3 ? t.factor->stride(2) : 0;
+  }
   if (side.heads == 0) return;  // strides to no element may be too large for a back end's element offsets
   strides_of(in, side.in_strides);
   strides_of(*t.out, side.out_strides);
@@ -144,6 +151,9 @@ Args Call::args() const {
   }
   a.norm_eps = norm_eps;
   a.narrow_eps = float(norm_eps);
+  a.weight_offset = norm_weight_offset == 0 ? -0.0 : norm_weight_offset;  // -0 changes no weight, not even one of -0
+  a.narrow_weight_offset = float(a.weight_offset);
+  a.round_before_weight = round_before_weight;
   a.offset = offset.guard_int(__FILE__, __LINE__);
   split_factor(attention_factor, a);
   a.interleaved = interleaved;

@@ -16,6 +16,7 @@ struct SideTensors {
   const Tensor* in = nullptr;      // [seq, heads, head_dim] or [batch, seq, heads, head_dim]
   const Tensor* out = nullptr;     // `in` itself, or another tensor of its shape, or a cache
   const Tensor* weight = nullptr;  // [head_dim] to normalise each head, [heads, head_dim] to normalise all together
+  const Tensor* factor = nullptr;  // of q: [seq], [batch or 1, seq] or [batch or 1, seq, heads]; the result is times it
   const Tensor* scale = nullptr;   // if `out` is quantised: one element, or [heads]
   // In the backward of a norm: the gradient of the rotated side, of the shape of `in`, and the gradient of the weight.
   // `out` is the gradient of `in` there.
@@ -37,8 +38,10 @@ struct Call {
   const Tensor* slots = nullptr;      // [seq] or [batch, seq]; null: sequence b writes to block b, at its positions
   c10::SymInt offset = 0;
   double attention_factor = 1, norm_eps = 0;
+  double norm_weight_offset = 0;  // is added to the weights of norms
   bool interleaved = false, inverse = false, eager_rounding = false;
-  bool norm_v = false;  // each head of v is normalised, without a weight
+  bool round_before_weight = false;  // with eager_rounding: a norm is rounded before and after it takes its weight
+  bool norm_v = false;               // each head of v is normalised
   int64_t rotary_start = 0;
   std::optional<at::ScalarType> dtype = {};  // of the results of cos_sin
 

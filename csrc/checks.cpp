@@ -18,6 +18,9 @@ bool equal(const c10::SymInt& a, const c10::SymInt& b) {
   return a.as_int_unchecked() == b.as_int_unchecked();  // the usual case needs no call
 }
 
+// Returns whether a size is known to be 0.
+bool is_zero(const c10::SymInt& a) { return a.sym_eq(0).guard_or_false(__FILE__, __LINE__); }
+
 // Returns a reference to the size of dimension d; Tensor::sym_size would create a SymInt.
 const c10::SymInt& size(const Tensor& t, int64_t d) {
   const auto sizes = t.sym_sizes();
@@ -55,7 +58,7 @@ constexpr struct {
   const char *in, *out, *weight, *scale;
 } kNames[kSides] = {{"q", "q_out", "q_norm_weight", "q_scale"},
                     {"k", "k_cache", "k_norm_weight", "k_scale"},
-                    {"v", "v_cache", nullptr, "v_scale"}};
+                    {"v", "v_cache", "v_norm_weight", "v_scale"}};
 Named in(const Call& call, int side) { return {side == kQ ? call.q_name() : kNames[side].in, call.sides[side].in}; }
 // The result of a side, if it is an argument of its own.
 Named result(const Call& call, int side) {
@@ -214,7 +217,8 @@ void check_tables(const Call& call) {
   check_batch(call, cos);
   if (cos->dim() == 3) return;
   for (const Named& x : {in(call, kQ), in(call, kK)}) {
-    if (x.tensor)
+    const bool has_rows = x.tensor && !(x.tensor == call.sides[kK].in && is_zero(size(*x, -2)));
+    if (has_rows)
       check_same(call, kHeadsAxis, cos, x,
                  ": a 4-D table has a row per token and head; pass a table for all heads as cos.squeeze(-2)");
   }
@@ -232,18 +236,31 @@ void check_tokens(const Call& call, const Named& t, const char* shapes, const ch
 void check_norm(const Call& call) {
   const Named q_weight = weight(call, kQ), k_weight = weight(call, kK);
   check_together(call, q_weight, k_weight, "; pass both, or neither for no norm");
-  ROPE_CHECK_VALUE(!(call.eager_rounding && (q_weight.tensor || call.norm_v)),
-                   "eager_rounding is True but must be False with ",
-                   q_weight.tensor ? "q_norm_weight and k_norm_weight" : "norm_v",
-                   ", because the order of a norm's sum differs from that of PyTorch's operators");
-  ROPE_CHECK_VALUE((!q_weight.tensor && !call.norm_v) || (call.norm_eps >= 0 && std::isfinite(call.norm_eps)),
-                   "norm_eps is ", call.norm_eps, " but must be at least 0, and finite");
+  ROPE_CHECK_VALUE(call.eager_rounding || !call.round_before_weight,
+                   "round_before_weight is True but must be False, because eager_rounding is False");
+  const Named v_weight = weight(call, kV);
+  ROPE_CHECK_VALUE(call.norm_v || !v_weight.tensor, "v_norm_weight is given but must be None, because norm_v is False");
+  if (!q_weight.tensor && !call.norm_v) return;
+  ROPE_CHECK_VALUE(call.norm_eps >= 0 && std::isfinite(call.norm_eps), "norm_eps is ", call.norm_eps,
+                   " but must be at least 0, and finite");
+  ROPE_CHECK_VALUE(std::isfinite(call.norm_weight_offset), "norm_weight_offset is ", call.norm_weight_offset,
+                   " but must be finite");
+  for (const Named& w : {q_weight, k_weight, v_weight}) {
+    if (!w.tensor) continue;
+    const bool wide = is_parameter(call, *w), is_q_type = w->scalar_type() == call.q().scalar_type();
+    check_type(call, call.round_before_weight ? is_q_type : wide, w, NameOf{call.q().scalar_type()},
+               ", the dtype of q", call.round_before_weight ? ", because round_before_weight is True" : or_float32(call));
+  }
+  if (v_weight.tensor) {
+    const c10::SymInt& v_dim = size(*call.sides[kV].in, -1);
+    check_shape(call, v_weight->dim() == 1, v_weight, "[v_dim]");
+    check_shape(call, equal(size(*v_weight, 0), v_dim), v_weight, "[v_dim] with v_dim ", v_dim, ", as v has");
+  }
   if (!q_weight.tensor) return;
   const auto shape_of = [](const Named& w) { return w->dim() == 1 ? "[head_dim]" : "[heads, head_dim]"; };
   const c10::SymInt& head_dim = size(call.q(), -1);
   for (int side : {kQ, kK}) {
     const Named w = weight(call, side);
-    check_type(call, is_parameter(call, *w), w, NameOf{call.q().scalar_type()}, ", the dtype of q", or_float32(call));
     check_dims(call, w, 1, 2,
                "[head_dim], to normalise each head, or [heads, head_dim], to normalise all heads of a token together");
     check_shape(call, equal(size(*w, -1), head_dim), w, shape_of(w), " with head_dim ", head_dim, ", as q has",
@@ -253,6 +270,19 @@ void check_norm(const Call& call) {
     if (w->dim() == 2) check_same(call, kHeadsAxis, w, in(call, side), ": a 2-D weight has a row for each head");
   }
   check_shape(call, k_weight->dim() == q_weight->dim(), k_weight, shape_of(q_weight), ", as q_norm_weight has");
+}
+
+void check_factor(const Call& call) {
+  const Named factor{"q_factor", call.sides[kQ].factor};
+  if (!factor.tensor) return;
+  const char* shapes = "[seq], [batch or 1, seq] or [batch or 1, seq, heads]";
+  check_type(call, factor->scalar_type() == at::kFloat, factor, "float32");
+  check_dims(call, factor, 1, 3, shapes);
+  const bool by_head = factor->dim() == 3;
+  const c10::SymInt &seq = size(call.q(), -3), &heads = size(call.q(), -2);
+  check_shape(call, equal(size(*factor, by_head ? -2 : -1), seq), factor, shapes, " with seq ", seq, ", as q has");
+  if (factor->dim() > 1) check_batch(call, factor);
+  if (by_head) check_shape(call, equal(size(*factor, -1), heads), factor, shapes, " with ", heads, " heads, as q has");
 }
 
 // Checks the dtype of a result, and its scale, which a quantised result needs and no other one has.
@@ -326,7 +356,8 @@ UsedTensors tensors_of(const Call& call) {
   }
   for (const Named& t : {Named{"cos", call.cos}, Named{"sin", call.sin}, Named{"inv_freq", call.inv_freq},
                          Named{"positions", call.positions}, Named{"slots", call.slots}, weight(call, kQ),
-                         weight(call, kK), scale(call, kQ), scale(call, kK), scale(call, kV)}) {
+                         weight(call, kK), weight(call, kV), scale(call, kQ), scale(call, kK), scale(call, kV),
+                         Named{"q_factor", call.sides[kQ].factor}}) {
     add(t, Used::kParameter, false);
   }
   return tensors;
@@ -403,8 +434,9 @@ void check(const Call& call, bool in_place) {
   }
   ROPE_CHECK_VALUE(std::isfinite(call.attention_factor), "attention_factor is ", call.attention_factor,
                    " but must be finite");
-  check_norm(call);
+  check_factor(call);
   if (call.has_cache()) check_cache(call);
+  check_norm(call);
   if (call.is_backward()) check_gradients(call);
   if (in_place) check_overlap(call, tensors);
 }

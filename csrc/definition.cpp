@@ -74,7 +74,10 @@ Pair angles_of(const Call& call) {
 
 // Returns x rotated, [..., seq, heads, head_dim], in the dtype that torch's promotion gives.
 Tensor rotated(const Call& call, const Tensor& x, const Pair& angles) {
-  const auto& [cos, sin] = angles;
+  auto [cos, sin] = angles;
+  if (x.sym_size(-2).sym_eq(0).guard_or_false(__FILE__, __LINE__)) {  // a table by head has rows of other heads
+    cos = cos.narrow(-2, 0, 0), sin = sin.narrow(-2, 0, 0);
+  }
   const c10::SymInt start = call.rotary_start, pairs = cos.sym_size(-1), end = start + pairs * 2;
   const Tensor part = x.narrow_symint(-1, start, pairs * 2);
   const int64_t dim = call.interleaved ? -1 : -2;  // of the two channels of a pair
@@ -92,25 +95,37 @@ Tensor mean_product(const Tensor& a, const Tensor& b, int64_t dims) {
 }
 Tensor inverse_rms(const Tensor& x, int64_t dims, double eps) { return (mean_product(x, x, dims) + eps).rsqrt(); }
 
-// Returns q, k or v after norm and rotation, not rounded to its dtype.
+Tensor weights_of(const Call& call, int i) { return widened(*call.sides[i].weight) + call.norm_weight_offset; }
+
+// Returns q, k or v after its norm.
+Tensor normalised(const Call& call, int i) {
+  const Tensor &in = *call.sides[i].in, *weight = call.sides[i].weight;
+  if (!weight && !(i == kV && call.norm_v)) return call.eager_rounding || i == kV ? in : widened(in);
+  Tensor x = widened(in);
+  x = x * inverse_rms(x, weight ? weight->dim() : 1, call.norm_eps);
+  if (call.round_before_weight) x = widened(x.to(in.scalar_type()));
+  if (weight) x = x * weights_of(call, i);
+  return call.eager_rounding ? x.to(in.scalar_type()) : x;
+}
+
+// Returns q, k or v after norm, rotation and factor, not rounded to its dtype.
 Tensor side_of(const Call& call, int i, const Pair& angles) {
-  const auto& [in, out, weight, scale, gradient, weight_grad] = call.sides[i];
-  Tensor x = call.eager_rounding ? *in : widened(*in);
-  if (weight) x = x * inverse_rms(x, weight->dim(), call.norm_eps) * widened(*weight);
-  if (i != kV) return rotated(call, x, angles);
-  return call.norm_v ? widened(*in) * inverse_rms(widened(*in), 1, call.norm_eps) : *in;
+  const SideTensors& side = call.sides[i];
+  const Tensor x = i == kV ? normalised(call, i) : rotated(call, normalised(call, i), angles);
+  if (!side.factor) return x;
+  return times_factor(call.eager_rounding ? x.to(side.in->scalar_type()) : x, *side.factor);
 }
 
 // Returns the gradients of q or k and of its weight. Let h be the gradient of the normalised x, and r = 1 / rms. Then
 // u = h w, the gradient of x is r (u - r^2 mean(u x) x), and that of w is the sum of h x r.
 Pair norm_gradients(const Call& call, int i, const Pair& angles) {
-  const auto& [in, out, weight, scale, gradient, weight_grad] = call.sides[i];
-  const Tensor x = widened(*in), w = widened(*weight), h = rotated(call, widened(*gradient), angles), u = h * w,
-               r = inverse_rms(x, w.dim(), call.norm_eps);
+  const SideTensors& side = call.sides[i];
+  const Tensor x = widened(*side.in), w = weights_of(call, i), back = rotated(call, widened(*side.gradient), angles),
+               h = side.factor ? times_factor(back, *side.factor) : back, u = h * w, r = inverse_rms(x, w.dim(), call.norm_eps);
   const Tensor x_grad = r * (u - r.square() * mean_product(u, x, w.dim()) * x);
   std::vector<int64_t> tokens(x.dim() - w.dim());
   std::iota(tokens.begin(), tokens.end(), 0);
-  return {x_grad.to(in->scalar_type()), (h * x * r).sum(tokens).to(weight->scalar_type())};
+  return {x_grad.to(side.in->scalar_type()), (h * x * r).sum(tokens).to(side.weight->scalar_type())};
 }
 
 // ---- results ----
@@ -147,6 +162,12 @@ void write_cells(const Call& call, const Tensor& tokens, const Tensor& given) {
 }
 
 }  // namespace
+
+Tensor times_factor(const Tensor& q, Tensor factor) {
+  if (factor.dim() < 3) factor = factor.unsqueeze(-1);
+  factor = factor.unsqueeze(-1);  // [seq, 1 or heads, 1], or [1 or batch, seq, 1 or heads, 1]
+  return q * (q.dim() == 3 && factor.dim() == 4 ? factor.squeeze(0) : factor);
+}
 
 std::vector<Tensor> define(const Call& call) {
   const Pair angles = angles_of(call);

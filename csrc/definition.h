@@ -8,6 +8,9 @@
 
 namespace rope {
 
+// Returns q times q_factor.
+Tensor times_factor(const Tensor& q, Tensor factor);
+
 // Returns what a checked call computes: rotated q and k, and v, before they are quantised; in a backward the gradients
 // of q, k and both weights. Writes nothing.
 std::vector<Tensor> define(const Call& call);

@@ -27,6 +27,8 @@ constexpr Field kFields[] = {
     {"v_cache", &SideTensors::out, kV},
     {"q_norm_weight", &SideTensors::weight},
     {"k_norm_weight", &SideTensors::weight, kK},
+    {"v_norm_weight", &SideTensors::weight, kV},
+    {"q_factor", &SideTensors::factor},
     {"q_scale", &SideTensors::scale},
     {"k_scale", &SideTensors::scale, kK},
     {"v_scale", &SideTensors::scale, kV},
@@ -40,11 +42,13 @@ constexpr Field kFields[] = {
     {"offset", &Call::offset},
     {"attention_factor", &Call::attention_factor},
     {"norm_eps", &Call::norm_eps},
+    {"norm_weight_offset", &Call::norm_weight_offset},
     {"norm_v", &Call::norm_v},
     {"interleaved", &Call::interleaved},
     {"inverse", &Call::inverse},
     {"rotary_start", &Call::rotary_start},
     {"eager_rounding", &Call::eager_rounding},
+    {"round_before_weight", &Call::round_before_weight},
     {"dtype", &Call::dtype},
 };
 
@@ -80,11 +84,13 @@ void visit(const Field& field, C& call, F&& f) {
 std::vector<std::string> schemas() {
   const std::string source =
       "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, ";
-  const std::string start = ", int rotary_start=0", eager = ", bool eager_rounding=False";
-  const std::string angles =
-      source + "*, float attention_factor=1.0, bool interleaved=False, bool inverse=False" + start + eager;
-  const std::string norm = "float norm_eps=1e-6, float attention_factor=1.0, bool interleaved=False";
-  const std::string norm_flags = "*, " + norm + start;
+  const std::string pairs = "float attention_factor=1.0, bool interleaved=False";
+  const std::string start = ", int rotary_start=0", eager = start + ", bool eager_rounding=False";
+  const std::string before = ", bool round_before_weight=False";
+  const std::string offset = "float norm_weight_offset=0.0, ", q_factor = "Tensor? q_factor=None";
+  const std::string angles = source + "*, " + pairs + ", bool inverse=False" + eager;
+  const std::string norm = "Tensor q_norm_weight, Tensor k_norm_weight, " + source + "*, float norm_eps=1e-6, " +
+                           offset + q_factor + ", " + pairs;
   const std::string cos_sin =
       "Tensor positions, Tensor inv_freq, *, float attention_factor=1.0, ScalarType? dtype=None) -> "
       "(Tensor cos, Tensor sin)";
@@ -93,17 +99,17 @@ std::vector<std::string> schemas() {
       "axial_cos_sin(" + cos_sin,
       "rotate(Tensor x, " + angles + ") -> Tensor",
       "rotate_(Tensor(a!) x, " + angles + ") -> ()",
-      "rotate_qk(Tensor q, Tensor k, " + angles + ") -> (Tensor, Tensor)",
-      "rotate_qk_(Tensor(a!) q, Tensor(b!) k, " + angles + ") -> ()",
-      "norm_rotate_qk(Tensor q, Tensor k, Tensor q_norm_weight, Tensor k_norm_weight, " + source + norm_flags +
-          ") -> (Tensor, Tensor)",
-      "_norm_rotate_qk_backward(Tensor q_out_grad, Tensor k_out_grad, Tensor q, Tensor k, Tensor q_norm_weight, "
-      "Tensor k_norm_weight, " +
-          source + norm_flags + ") -> (Tensor, Tensor, Tensor, Tensor)",
+      "rotate_qk(Tensor q, Tensor k, " + angles + ", " + q_factor + ") -> (Tensor, Tensor)",
+      "rotate_qk_(Tensor(a!) q, Tensor(b!) k, " + angles + ", " + q_factor + ") -> ()",
+      "norm_rotate_qk(Tensor q, Tensor k, " + norm + eager + before + ") -> (Tensor, Tensor)",
+      "norm_rotate_qk_(Tensor(a!) q, Tensor(b!) k, " + norm + eager + before + ") -> ()",
+      "_norm_rotate_qk_backward(Tensor q_out_grad, Tensor k_out_grad, Tensor q, Tensor k, " + norm + start +
+          ") -> (Tensor, Tensor, Tensor, Tensor)",
       "rotate_into_cache_(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, " + source +
           "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
-          "Tensor? v_scale=None, Tensor(d!)? q_out=None, Tensor? q_scale=None, " +
-          norm + ", bool norm_v=False" + start + eager + ") -> ()",
+          "Tensor? v_scale=None, Tensor(d!)? q_out=None, Tensor? q_scale=None, float norm_eps=1e-6, " +
+          pairs + ", bool norm_v=False" + eager + ", Tensor? v_norm_weight=None, " + offset + q_factor + before +
+          ") -> ()",
   };
 }
 

@@ -56,10 +56,11 @@ inline Chunks chunks_of(const Args& p, int vector, bool rest) {
   return {rotated, rotated + (rest ? ceil_div(p.sides[kQ].head_dim - p.rotary_dim, 2 * vector) : 0)};
 }
 
-// Returns whether channels that are not rotated are written too. A norm scales them; without a norm they only have to
-// be copied to a result that is not the input itself.
+// Returns whether channels that are not rotated are written too. A norm and a factor scale them; without these they only
+// have to be copied to a result that is not the input itself.
 inline bool writes_rest(const Args& p, bool q_in_place, bool k_in_place) {
-  return p.sides[kQ].norm || !q_in_place || ((p.sides[kK].heads || p.sides[kV].heads) && !k_in_place);
+  const Side& q = p.sides[kQ];
+  return q.norm || q.factor || !q_in_place || ((p.sides[kK].heads || p.sides[kV].heads) && !k_in_place);
 }
 
 // Returns whether each vector of a tensor, `bytes` bytes long, can be one aligned access: neighbouring channels (the
@@ -81,7 +82,7 @@ inline bool is_aligned(uintptr_t start, const rope_int* strides, const rope_int*
 // of one token, is then one sequence, whose tokens a GPU divides like others.
 inline void merge_batch(Args& p) {
   if (p.batch == 1 || (p.has_cache && !p.has_slots)) return;  // without slots, sequence b is written to block b
-  rope_int* strides[14] = {p.slot_strides};
+  rope_int* strides[15] = {p.slot_strides};
   int n = 1;
   if (p.source == kTableByToken || p.source == kTableByHead) {
     strides[n++] = p.cos_strides, strides[n++] = p.sin_strides;
@@ -92,6 +93,7 @@ inline void merge_batch(Args& p) {
     if (side.heads == 0) continue;
     strides[n++] = side.in_strides;
     if (side.before) strides[n++] = side.before_strides;
+    if (side.factor) strides[n++] = side.factor_strides;
     if (&side == p.sides || !p.has_cache) strides[n++] = side.out_strides;
   }
   const auto follow = [&](const rope_int* s) { return p.seq == 1 || s[0] == p.seq * s[1]; };

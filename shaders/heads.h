@@ -12,6 +12,8 @@ struct TokenSide {
   I in_head, in_channel, out_head, out_channel;
   device const float* scale;  // of head 0, if the side is quantised
   I scale_head;
+  device const float* factor;  // of head 0 of q, if there is one
+  I factor_head;
 };
 
 template <typename T, typename I>
@@ -31,6 +33,8 @@ inline TokenSide<T, I> side_of_token(constant TiledParams& r, Buffers<T> x, Toke
   of_token.out_channel = I(own.out_strides[3]);
   of_token.scale = of_side(side, x.q_scale, x.k_scale, x.v_scale);
   of_token.scale_head = I(own.scale_stride);
+  of_token.factor = x.q_factor + (k_factor ? offset_of(own.factor_strides, token.b, token.s, I(0)) : I(0));
+  of_token.factor_head = I(own.factor_strides[2]);
   return of_token;
 }
 
@@ -50,8 +54,12 @@ struct Head {
   device void* out;
   I out_at, in_stride, out_stride;  // the strides lead from a channel to the next
   float scale;                      // of a quantised side
+  float factor;                     // of a side that has factors
   bool written;                     // false if the head belongs into a cache, but its token has no cell
 };
+
+// Returns whether the heads of a side are multiplied by factors.
+inline bool has_factor(int side) { return k_factor && side == kQ; }
 
 template <typename T, typename I>
 inline Head<T, I> head_at(TokenSide<T, I> of_token, Token<I> token, int side, I index) {
@@ -64,6 +72,7 @@ inline Head<T, I> head_at(TokenSide<T, I> of_token, Token<I> token, int side, I 
   head.in_stride = of_token.in_channel;
   head.out_stride = of_token.out_channel;
   head.scale = has(k_quantised, side) ? of_token.scale[index * of_token.scale_head] : 1.0f;
+  head.factor = has_factor(side) ? of_token.factor[index * of_token.factor_head] : 1.0f;
   head.written = k_tensors != kSides || side == kQ || (token.valid && !token.pad);
   return head;
 }
@@ -87,6 +96,8 @@ inline Head<T, I> head_at(constant TiledParams& r, thread const TokenSide<T, I> 
   of_token.out_channel = of_side(side, sides[kQ].out_channel, sides[kK].out_channel, sides[kV].out_channel);
   of_token.scale = of_side(side, sides[kQ].scale, sides[kK].scale, sides[kV].scale);
   of_token.scale_head = of_side(side, sides[kQ].scale_head, sides[kK].scale_head, sides[kV].scale_head);
+  of_token.factor = sides[kQ].factor;
+  of_token.factor_head = sides[kQ].factor_head;
   return head_at(of_token, token, side, I(h - of_side(side, 0u, r.first[kK], r.first[kV])));
 }
 
@@ -106,24 +117,40 @@ inline void write(Elements<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V
   }
 }
 
-// Returns whether a chunk of a head must be written. Without a norm, channels in place that are not rotated stay as
-// they are.
+// Returns whether a chunk of a head must be written. Without a norm and a factor, channels in place that are not rotated
+// stay as they are.
 template <int V, typename I>
 inline bool must_write(int side, Chunk<V, I> chunk) {
-  return has(k_normalised, side) || chunk.rotated || !has(k_in_place, side);
+  return has(k_normalised, side) || has_factor(side) || chunk.rotated || !has(k_in_place, side);
 }
 
-// Normalises and rotates a chunk x of a head, and writes it. What neither the norm nor the rotation changes is copied.
+// Returns numbers as eager rounding leaves them, which rounds each step to T.
+template <typename T, int V>
+inline Numbers<V> rounded_eagerly(Numbers<V> n) {
+  if (k_rounding != kOnce) n = to<float>(to<T>(n));
+  return n;
+}
+
+// Returns a chunk after the norm of its side. scale: 1 / rms
+template <typename T, int V>
+inline Numbers<V> normalised(Numbers<V> n, int side, float scale, Numbers<V> weights) {
+  n = product(n, scale);
+  if (k_round_before_weight) n = rounded_eagerly<T>(n);
+  if (has(k_weighted, side)) n = product(n, weights);
+  return rounded_eagerly<T>(n);
+}
+
+// Normalises and rotates a chunk x of a head, and writes it. What nothing changes is copied.
 template <typename T, int V, typename I>
 inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, TableRow<I> row, Head<T, I> head,
                    Chunk<V, I> chunk, Elements<T, V> x, float scale, Numbers<V> weights, CosSin<V> angles) {
   const bool rotates = chunk.rotated && head.side != kV;
   Numbers<V> n = to<float>(x);
-  if (has(k_normalised, head.side)) n = product(n, scale);
-  if (has(k_normalised, head.side) && head.side != kV) n = product(n, weights);
+  if (has(k_normalised, head.side)) n = normalised<T>(n, head.side, scale, weights);
   if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, row, head.index, chunk.index);
   if (rotates) n = rotated_chunk<T>(n, angles);
-  if (rotates || has(k_normalised, head.side)) x = to<T>(n);
+  if (has_factor(head.side)) n = product(rounded_eagerly<T>(n), head.factor);
+  if (rotates || has(k_normalised, head.side) || has_factor(head.side)) x = to<T>(n);
   write(x, n, head, chunk);
 }
 
@@ -166,7 +193,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
         scale = scale_of(sum_over_lanes(sum_of_products(n, n, chunk)), r.args.sides[kQ].head_dim, r.args);
       }
       if (!present[i] || !heads[i].written) continue;
-      if (has(k_normalised, side) && side != kV && side != weights_for) {
+      if (has(k_weighted, side) && side != weights_for) {
         weights = weights_of<T, V>(r, x, side, I(0), chunk);
         weights_for = side;
       }

@@ -51,7 +51,9 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
     for (I begin = 0; begin < end; begin += span) {
       for (uint index = lane; index < chunks; index += lanes) {
         const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end - 1);
-        const Numbers<V> n = product(to<float>(read(head.in, head.in_stride, chunk)), scale);
+        Numbers<V> weights;
+        if (has(k_weighted, kV)) weights = weights_of<T, V>(r, x, kV, I(0), chunk);
+        const Numbers<V> n = normalised<T>(to<float>(read(head.in, head.in_stride, chunk)), kV, scale, weights);
         write(to<T>(n), n, head, chunk);
       }
     }
@@ -152,7 +154,7 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
         const Head<T, ulong> head = head_at(r, sides, token, first + i * walk.head_step);
         if (!head.written || !must_write(head.side, chunk)) continue;
         Numbers<V> weights;
-        if (has(k_normalised, head.side) && head.side != kV)
+        if (has(k_weighted, head.side))
           weights = weights_of<T, V>(r, buffers, head.side, head.index, chunk);
         finish(r, buffers, token, table_row(r, token), head, chunk, read(head.in, head.in_stride, chunk), scales[i],
                weights, angles);

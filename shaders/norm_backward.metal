@@ -31,6 +31,7 @@ inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> bu
   if (k_by_head && chunk.rotated)
     angles = angles_of<T, V>(r, buffers, token, table_row(r, token), head.index, chunk.index);
   if (chunk.rotated) c.gradient = rotated_chunk<T>(c.gradient, angles);
+  if (has_factor(head.side)) c.gradient = product(c.gradient, head.factor);
   c.weighted = product(c.gradient, weights);
   return c;
 }

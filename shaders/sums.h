@@ -41,16 +41,25 @@ inline float sum_of_products(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
   return total;
 }
 
-// Returns the weights of q's or k's norm for the channels of a chunk. head: matters only if the norm is over all heads.
+// Returns the weights of a norm for the channels of a chunk. head: matters only if the norm is over all heads. Those of
+// channels past the last one have no meaning.
 template <typename T, int V, typename I>
 inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int side, I head, Chunk<V, I> c) {
   constant rope_int* strides = r.args.sides[side].weight_strides;
-  device const void* from = side == kQ ? x.q_weight : x.k_weight;
+  device const void* from = side == kQ ? x.q_weight : side == kK ? x.k_weight : x.v_weight;
   const I row = head * I(strides[0]), stride = I(strides[1]);
   const bool native = has(k_native_weights, side), vectors = k_weight_vectors != 0;
   Numbers<V> w;
-  read_parameters<T, V>(native, from, row + c.at[0] * stride, stride, vectors, w.of);
-  read_parameters<T, V>(native, from, row + c.at[1] * stride, stride, vectors, w.of + V);
+  if (c.at[1] + I(V - 1) <= c.last) {
+    read_parameters<T, V>(native, from, row + c.at[0] * stride, stride, vectors, w.of);
+    read_parameters<T, V>(native, from, row + c.at[1] * stride, stride, vectors, w.of + V);
+  } else {  // the head ends within the chunk
+    for (int i = 0; i < 2 * V; i++) {
+      const I channel = min(channel_of(c, i), c.last);
+      read_parameters<T, 1>(native, from, row + channel * stride, stride, false, w.of + i);
+    }
+  }
+  for (int i = 0; i < 2 * V; i++) w.of[i] = w.of[i] + r.args.narrow_weight_offset;
   return w;
 }
 

@@ -1,5 +1,6 @@
 """The operators as operators of PyTorch, for compilers of exported programs that know no others."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -13,14 +14,15 @@ def _rotate_(x: Tensor, *angles, **flags) -> None:
     x.copy_(rope.rotate(x, *angles, **flags))
 
 
-def _rotate_qk_(q: Tensor, k: Tensor, *angles, **flags) -> None:
-    for x, rotated in zip((q, k), rope.rotate_qk(q, k, *angles, **flags), strict=True):
+def _qk_in_place(operator: Callable, q: Tensor, k: Tensor, *args, **flags) -> None:
+    for x, rotated in zip((q, k), operator(q, k, *args, **flags), strict=True):
         x.copy_(rotated)
 
 
 IN_PLACE: dict[torch._ops.OpOverload, Callable] = {
     rope.rotate_.default: _rotate_,
-    rope.rotate_qk_.default: _rotate_qk_,
+    rope.rotate_qk_.default: functools.partial(_qk_in_place, rope.rotate_qk),
+    rope.norm_rotate_qk_.default: functools.partial(_qk_in_place, rope.norm_rotate_qk),
     rope.rotate_into_cache_.default: reference.rotate_into_cache_,
 }
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._C._functorch import is_batchedtensor
+from torch._functorch.autograd_function import custom_function_call_vmap_helper
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._pytree import tree_leaves
@@ -30,10 +32,21 @@ def _loop(op, size: int, dims: dict, given: dict):
     return tuple(torch.stack(outs) for outs in zip(*map(tree_leaves, samples), strict=True))
 
 
-def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
-    """Runs a mapped call of an operator, and returns (results, mapped dimensions), as register_vmap expects."""
+def _batched(signature: Signature, *args, **kwargs):
+    """Calls torch's helper, as torch.library.register_vmap does, which takes no operator with keyword-only tensors."""
+    given = signature.by_name(args) | kwargs
+
+    def by_position(*values):
+        return signature.op(**dict(zip(given, values, strict=True)))
+
+    rule, interpreter = functools.partial(_vmap, signature, list(given)), retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, rule, by_position, *given.values())
+
+
+def _vmap(signature: Signature, names: list[str], info, in_dims, *values):
+    """Runs a mapped call of an operator, and returns (results, mapped dimensions), as torch's helper expects."""
     name = signature.name
-    dims, given = signature.by_name(in_dims[: len(args)]), signature.by_name(args) | kwargs
+    dims, given = dict(zip(names, in_dims, strict=True)), dict(zip(names, values, strict=True))
     if any(dims[written] is None for written in signature.written):
         written = next(written for written in signature.rotated if dims[written] is None)
         raise RuntimeError(
@@ -98,10 +111,8 @@ for _signature in operators():
     torch.library.register_torch_dispatch(_name, NestedTensor, _refuse_nested)
     if _signature.rotated:
         register_flop_formula(_signature.op.overloadpacket)(functools.partial(_flops, _signature))
-    if "k_cache" not in _signature.arguments:
-        torch.library.register_vmap(_name, functools.partial(_vmap, _signature))
-        continue
-    # register_vmap takes no operator with tensors that are keyword-only.
-    _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
-    if _mode := getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None):
+    _has_cache = "k_cache" in _signature.arguments
+    _rule = functools.partial(_refuse_vmap if _has_cache else _batched, _signature)
+    _library.impl(_signature.name, _rule, "FuncTorchBatched")
+    if _has_cache and (_mode := getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None)):
         torch.library.register_torch_dispatch(_name, _mode, _clone_what_is_saved)

@@ -19,6 +19,8 @@ AXES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cos", "sin"), ("batch or 1", "seq", "heads", "pairs")),  # heads: only if there are four
     **dict.fromkeys(("positions", "slots"), ("batch or 1", "seq")),
     **dict.fromkeys(("q_norm_weight", "k_norm_weight"), ("heads", "head_dim")),  # heads: for a norm over all heads
+    "v_norm_weight": ("head_dim",),
+    "q_factor": ("batch or 1", "seq", "heads"),  # heads: only if there are three
     **dict.fromkeys(("q_scale", "k_scale", "v_scale"), ("heads",)),  # a scale of one element has no heads
     "inv_freq": ("part", "axes", "pairs"),  # axes: only in axial_cos_sin
 }
@@ -39,7 +41,8 @@ class Signature:
         self.written: set[str] = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         flags = [a for a in arguments if a.kwarg_only and self.types[a.name] != "Tensor"]
         self.flags, self.defaults = [a.name for a in flags], tuple(a.default_value for a in flags)
-        self.last_number = max((i for i, name in enumerate(self.flags) if self.types[name] == "float"), default=0)
+        numbers = [i for i, name in enumerate(self.flags) if self.types[name] == "float"]
+        self.numbers = (numbers * 3)[:3]  # where in flags the numbers are, of which an operator has at most three
         # Empty if the operator makes tables.
         self.rotated: list[str] = [name for name in ("x", "q", "k") if name in self.arguments]
 
@@ -54,7 +57,7 @@ class Signature:
             return ("axes",) * of_axes + ("positions",) * (dim - of_axes)
         if name in ("cos", "sin") and dim == 2:
             return BY_POSITION
-        axes = AXES[name]
+        axes = AXES[name] if name != "q_factor" or dim == 3 else AXES[name][:2]
         if (name in ("cos", "sin") and dim == 3) or (name == "inv_freq" and self.name != "axial_cos_sin"):
             axes = axes[:-2] + axes[-1:]
         return axes[-dim:]

@@ -47,7 +47,8 @@ def call(
         from . import parallel  # noqa: F401  registers the rules for DTensors
     # type() is quicker than isinstance(). torch.compile shows an error that is raised here, but not what torch raises.
     compiles = is_dynamo_compiling()
-    unusual = type(offset) is not int or type(flags[0]) is not float or type(flags[operator.last_number]) is not float
+    i, j, k = operator.numbers
+    unusual = type(offset) is not int or not (type(flags[i]) is type(flags[j]) is type(flags[k]) is float)
     is_checked = compiles or unknown or (unusual and (isinstance(offset, Tensor) or any(map(is_learned, flags))))
     if is_checked and (mistake := mistake_in(operator, args, flags, unknown, tensors)) is not None:
         raise mistake
@@ -313,6 +314,7 @@ def rotate_qk(
     inverse: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    q_factor: Tensor | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Rotates q and k of an attention layer in one launch.
@@ -322,17 +324,21 @@ def rotate_qk(
     Args:
         q: as x in :func:`rotate`.
         k: as q, with the same dtype, batch, seq and head_dim. Its number of heads (grouped-query attention) and its
-            strides may differ.
+            strides may differ. It may have 0 heads: ``q[..., :0, :]`` in a layer that reads the cache of another one.
+        q_factor: float32, ``[seq]``, ``[batch or 1, seq]`` or ``[batch or 1, seq, heads]``, with any strides. All head_dim
+            channels of rotated q are multiplied by that of their token, or of their head, before they are rounded: the
+            attention temperature of Llama 4, Ministral 3 and Mistral Large 3. With eager_rounding, rotated q is rounded
+            first, and the product again. Default: None, for no factor.
 
     All other arguments, and the errors, are those of :func:`rotate`.
 
     Returns:
         (q, k), rotated, each with the shape and dtype of its argument.
 
-    Differentiable like :func:`rotate`. The gradients of cos, sin and inv_freq are sums over the heads of q and of k. If
-    only one of q and k requires grad, only its result does.
+    Differentiable like :func:`rotate`, and in q_factor. The gradients of cos, sin and inv_freq are sums over the heads of
+    q and of k. If only one of q and k requires grad, only its result does.
 
-    Equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit.
+    Without q_factor equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit.
 
     Example::
 
@@ -342,7 +348,7 @@ def rotate_qk(
     """
     args = q, k, cos, sin, inv_freq, positions, offset
     flags = attention_factor, interleaved, inverse, rotary_start, eager_rounding
-    return call("rotate_qk", args, flags, offset, unknown)
+    return call("rotate_qk", args, flags, offset, unknown, None if q_factor is None else {"q_factor": q_factor})
 
 
 @always_called
@@ -360,6 +366,7 @@ def rotate_qk_(
     inverse: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    q_factor: Tensor | None = None,
     **unknown: NoReturn,
 ) -> None:
     """Rotates q and k in place: writes to them what :func:`rotate_qk` returns.
@@ -367,7 +374,7 @@ def rotate_qk_(
     The arguments are those of :func:`rotate_qk`, and the errors those of :func:`rotate_`. q and k may be slices of one
     packed qkv tensor. Their elements must not share memory with each other or with another argument.
 
-    Equivalent to ``rotate_(q, ...); rotate_(k, ...)``, bit for bit.
+    Without q_factor equivalent to ``rotate_(q, ...); rotate_(k, ...)``, bit for bit.
 
     Example::
 
@@ -376,7 +383,7 @@ def rotate_qk_(
     """
     args = q, k, cos, sin, inv_freq, positions, offset
     flags = attention_factor, interleaved, inverse, rotary_start, eager_rounding
-    call("rotate_qk_", args, flags, offset, unknown)
+    call("rotate_qk_", args, flags, offset, unknown, None if q_factor is None else {"q_factor": q_factor})
 
 
 @always_called
@@ -392,9 +399,13 @@ def norm_rotate_qk(
     offset: int | torch.SymInt = 0,
     *,
     norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+    q_factor: Tensor | None = None,
     attention_factor: float = 1.0,
     interleaved: bool = False,
     rotary_start: int = 0,
+    eager_rounding: bool = False,
+    round_before_weight: bool = False,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalises q and k and then rotates them, in one pass: the QK-norm of Qwen3, Gemma, OLMo-2 and Wan.
@@ -404,26 +415,36 @@ def norm_rotate_qk(
         q_norm_weight, k_norm_weight: float32 or the dtype of q, with any strides. ``[head_dim]`` normalises each head by
             itself (Qwen3, Gemma). ``[heads, head_dim]``, with the heads of q or of k, normalises all heads of a token
             together (OLMo-2, Wan, LTX, MiniMax-M2): pass ``weight.unflatten(-1, (heads, head_dim))``. Both weights have
-            the same number of dimensions. Pass a weight that is stored as its difference from one (Gemma 3) as
-            ``1 + weight``.
+            the same number of dimensions.
         norm_eps: the number that is added to the mean of the squares. Default: 1e-6.
+        norm_weight_offset: the number that is added to the weights, in float32 (float64 if q is float64): 1 for a norm
+            that multiplies by ``1 + weight`` (Gemma, Qwen3-Next, Qwen3.5). Default: 0.
+        q_factor: as in :func:`rotate_qk`.
+        eager_rounding: if True, the result of the norm is rounded to the dtype of q before the rotation, which then
+            rounds as in :func:`rotate`: as a model in plain PyTorch. At most one element in 10,000 differs from that
+            model's, by one rounding, because the squares are summed in another order. Default: False.
+        round_before_weight: with eager_rounding, where the norm rounds. If False, once, after the weight: Gemma's norm and
+            ``F.rms_norm``. If True, before the weight too: the norm of Llama and Qwen3. Then the weights must have the
+            dtype of q. Default: False.
 
     All other arguments are those of :func:`rotate`.
 
     The norm is taken over all head_dim channels of a head, or over the heads * head_dim channels of a token, for q and
     for k separately (Zhang and Sennrich, arXiv:1910.07467, equation 4). Channels past rotary_dim are normalised, but they
-    are neither rotated nor multiplied by attention_factor. Nothing is rounded between the norm and the rotation. The
-    squares are summed in float32 (float64 if q is float64), and overflow for the same values as in PyTorch's rms_norm.
+    are neither rotated nor multiplied by attention_factor. Without eager_rounding nothing is rounded between the norm and
+    the rotation. The squares are summed in float32 (float64 if q is float64), and overflow for the same values as in
+    PyTorch's rms_norm.
 
     Returns:
         (q, k), each with the shape and dtype of its argument.
 
     Raises:
-        ValueError, TypeError, IndexError: as :func:`rotate` does, and ValueError if norm_eps is negative or not finite.
+        ValueError, TypeError, IndexError: as :func:`rotate` does, and ValueError if norm_eps is negative or not finite,
+            if norm_weight_offset is not finite, or if round_before_weight is True without eager_rounding.
 
-    Differentiable in q, k, both weights, cos, sin and inv_freq: to any order, in forward mode, and under torch.func. The
-    first derivatives for q, k and the weights, too, are computed in one pass; the others cost more. Sums over tokens have
-    an order that does not depend on the number of threads.
+    Differentiable in q, k, both weights, q_factor, cos, sin and inv_freq: to any order, in forward mode, and under
+    torch.func. The first derivatives for q, k and the weights, too, are computed in one pass; the others cost more. With
+    eager_rounding they are the same. Sums over tokens have an order that does not depend on the number of threads.
 
     Equivalent to :func:`torch_rope.reference.norm_rotate_qk`.
 
@@ -431,14 +452,47 @@ def norm_rotate_qk(
 
         # q [batch, seq, 32, 128], k [batch, seq, 8, 128], norm weights [128]
         q, k = torch_rope.norm_rotate_qk(q, k, q_norm.weight, k_norm.weight, inv_freq=inv_freq)  # Qwen3
-        q_weight, k_weight = 1 + q_norm.weight, 1 + k_norm.weight  # Gemma 3
-        q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
+        q, k = torch_rope.norm_rotate_qk(
+            q, k, q_norm.weight, k_norm.weight, inv_freq=inv_freq, norm_weight_offset=1.0
+        )  # Gemma 3, Qwen3.5
         q_weight, k_weight = q_norm.weight.view(32, 128), k_norm.weight.view(8, 128)  # OLMo-2
         q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
     """
     args = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
-    flags = norm_eps, attention_factor, interleaved, rotary_start
-    return call("norm_rotate_qk", args, flags, offset, unknown)
+    flags = norm_eps, norm_weight_offset, attention_factor, interleaved, rotary_start, eager_rounding, round_before_weight
+    return call("norm_rotate_qk", args, flags, offset, unknown, None if q_factor is None else {"q_factor": q_factor})
+
+
+@always_called
+def norm_rotate_qk_(
+    q: Tensor,
+    k: Tensor,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    positions: Tensor | None = None,
+    offset: int | torch.SymInt = 0,
+    *,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+    q_factor: Tensor | None = None,
+    attention_factor: float = 1.0,
+    interleaved: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
+    round_before_weight: bool = False,
+    **unknown: NoReturn,
+) -> None:
+    """RMS-normalises q and k and rotates them in place: writes to them what :func:`norm_rotate_qk` returns.
+
+    The arguments are those of :func:`norm_rotate_qk`, and the errors are also those of :func:`rotate_`. q and k may be
+    slices of one packed tensor.
+    """
+    args = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
+    flags = norm_eps, norm_weight_offset, attention_factor, interleaved, rotary_start, eager_rounding, round_before_weight
+    call("norm_rotate_qk_", args, flags, offset, unknown, None if q_factor is None else {"q_factor": q_factor})
 
 
 @always_called
@@ -467,6 +521,10 @@ def rotate_into_cache_(
     norm_v: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    v_norm_weight: Tensor | None = None,
+    norm_weight_offset: float = 0.0,
+    q_factor: Tensor | None = None,
+    round_before_weight: bool = False,
     **unknown: NoReturn,
 ) -> None:
     """Rotates q, in place or into q_out, and writes rotated k, and v, to a KV cache, in one launch.
@@ -488,7 +546,7 @@ def rotate_into_cache_(
     Args:
         q: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, with any strides. It is written, unless there
             is a q_out.
-        k: as q, with kv_heads heads. It is only read.
+        k: as q, with kv_heads heads, which may be 0. It is only read.
         v: as k, or with heads and a head_dim of its own, ``[batch, seq, v_heads, v_dim]``: whatever belongs to a token,
             such as the latent of multi-head latent attention (DeepSeek). It is only read. v_heads may be 0. q, k and v
             may be slices of one packed tensor.
@@ -512,9 +570,14 @@ def rotate_into_cache_(
             quantised cache, and for a quantised q_out, and no other.
         q_out: the rotated q is written here, and q is only read. It has the shape of q, any strides, and the dtype of q
             or one of a quantised cache. It may be q itself.
-        norm_v: RMS-normalise each head of v over its v_dim channels, with norm_eps and without a weight (Gemma 4).
+        norm_v: RMS-normalise each head of v over its v_dim channels, with norm_eps: without a weight (Gemma 4), or with
+            v_norm_weight.
+        v_norm_weight: ``[v_dim]``, float32 or the dtype of q, for all heads of v: the norm of the latent of multi-head
+            latent attention (DeepSeek, GLM, Mistral 4, Kimi). It needs norm_v.
         attention_factor, interleaved, rotary_start: as in :func:`rotate`.
-        eager_rounding: as in :func:`rotate`. It must be False with norm weights and with norm_v.
+        norm_weight_offset, round_before_weight: as in :func:`norm_rotate_qk`, for the norms of q, k and v.
+        eager_rounding: as in :func:`norm_rotate_qk` with norms, and else as in :func:`rotate`.
+        q_factor: as in :func:`rotate_qk`.
 
     Raises:
         ValueError: arguments do not fit together, as above; or a tensor that is written shares memory with itself or with
@@ -538,7 +601,8 @@ def rotate_into_cache_(
         )
     """
     args = q, k, v, k_cache, v_cache, cos, sin, inv_freq, positions, offset, slots, q_norm_weight, k_norm_weight
-    flags = norm_eps, attention_factor, interleaved, norm_v, rotary_start, eager_rounding
+    flags = (norm_eps, attention_factor, interleaved, norm_v, rotary_start, eager_rounding,
+             norm_weight_offset, round_before_weight)  # fmt: skip
     tensors = {}  # a loop would take 0.2 microseconds
     if k_scale is not None:
         tensors["k_scale"] = k_scale
@@ -548,4 +612,8 @@ def rotate_into_cache_(
         tensors["q_out"] = q_out
     if q_scale is not None:
         tensors["q_scale"] = q_scale
+    if v_norm_weight is not None:
+        tensors["v_norm_weight"] = v_norm_weight
+    if q_factor is not None:
+        tensors["q_factor"] = q_factor
     call("rotate_into_cache_", args, flags, offset, unknown, tensors)

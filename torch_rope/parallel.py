@@ -175,7 +175,7 @@ def _rotate(call: _Call, m: int) -> list[Placement]:
     _check_norm(call, m, q=("q",), k=("k",))
     call.check(m, *(rotated if "q_norm_weight" not in call else ()))  # a norm is not linear
     call.split_tokens(m)
-    call.split_heads(m, *((name,) for name in rotated))
+    call.split_heads(m, *((name, "q_factor") if name == "q" else (name,) for name in rotated))
     return [call[name].placements[m] for name in rotated]
 
 
@@ -183,7 +183,7 @@ def _rotate_into_cache(call: _Call, m: int) -> list[Placement]:
     _check_norm(call, m, q=("q", "q_out"), k=("k", "k_cache"))
     call.check(m)
     if not call.split_tokens(m):
-        call.split_heads(m, ("q_out", "q", "q_scale"), ("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale"))
+        call.split_heads(m, ("q_out", "q", "q_scale", "q_factor"), ("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale"))
     return []
 
 
@@ -191,7 +191,7 @@ def _norm_backward(call: _Call, m: int) -> list[Placement]:
     _check_norm(call, m, q=("q_out_grad", "q"), k=("k_out_grad", "k"))
     call.check(m, "q_out_grad", "k_out_grad")
     call.split_tokens(m)
-    call.split_heads(m, ("q_out_grad", "q"), ("k_out_grad", "k"))
+    call.split_heads(m, ("q_out_grad", "q", "q_factor"), ("k_out_grad", "k"))
     grads, of_weights = [], []
     for name in ("q", "k"):
         grad = call[f"{name}_out_grad"]
@@ -240,7 +240,7 @@ for _signature in operators():
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
         _signature.op,
         functools.partial(_strategy, _signature, _rule),
-        RuntimeSchemaInfo(_keyed_from, ["dtype", "q_out", "q_scale", "k_scale", "v_scale"]),
+        RuntimeSchemaInfo(_keyed_from, ["dtype", "q_out", "q_scale", "k_scale", "v_scale", "v_norm_weight", "q_factor"]),
     )
 
 

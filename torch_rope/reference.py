@@ -10,9 +10,11 @@ The arithmetic is float32 (float64 if x is float64), angles are float64, and eac
 PyTorch's operators round if eager_rounding is True. The functions check nothing, and run on any device that has float64.
 
 To judge a result of any dtype, call a function with float64 copies of the arguments and compare: this is what
-``python -m torch_rope.selfcheck`` and the benchmarks do. ``rotate_`` and ``rotate_qk_`` write what ``rotate`` and
-``rotate_qk`` return, and have no functions here.
+``python -m torch_rope.selfcheck`` and the benchmarks do. ``rotate_``, ``rotate_qk_`` and ``norm_rotate_qk_`` write what
+``rotate``, ``rotate_qk`` and ``norm_rotate_qk`` return, and have no functions here.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,8 @@ def rotate(
         cos, sin = cos[p], sin[p]
     if cos.dim() < 4:
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., seq, 1, rotary_dim / 2]
+    if x.shape[-2] == 0:  # tables by head have rows for the heads of another tensor
+        cos, sin = cos[..., :0, :], sin[..., :0, :]
     if eager_rounding:  # PyTorch rounds each product and sum to the dtype of its operands
         dtype = torch.promote_types(x.dtype, cos.dtype)
         c, s = ((t * attention_factor).to(dtype) for t in (cos, sin))
@@ -61,27 +65,51 @@ def rotate(
     return torch.cat([part for part in parts if part.shape[-1]], -1)
 
 
-def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
+def rotate_qk(
+    q: Tensor, k: Tensor, *angles, q_factor: Tensor | None = None, eager_rounding: bool = False, **flags
+) -> tuple[Tensor, Tensor]:
     """Rotates q and k, as :func:`torch_rope.rotate_qk` does. The other arguments, here and below, are those of rotate."""
-    return rotate(q, *angles, **flags), rotate(k, *angles, **flags)
+    rotated_k = rotate(k, *angles, eager_rounding=eager_rounding, **flags)
+    if q_factor is None:
+        return rotate(q, *angles, eager_rounding=eager_rounding, **flags), rotated_k
+    wide = q if eager_rounding else q.to(torch.promote_types(q.dtype, torch.float32))
+    factor = (q_factor if q_factor.dim() == 3 else q_factor.unsqueeze(-1)).unsqueeze(-1)  # [..., seq, 1 or heads, 1]
+    rotated_q = rotate(wide, *angles, eager_rounding=eager_rounding, **flags) * factor
+    return rotated_q.reshape(q.shape).to(q.dtype), rotated_k
 
 
 def norm_rotate_qk(
-    q: Tensor, k: Tensor, q_norm_weight: Tensor, k_norm_weight: Tensor, *angles, norm_eps: float = 1e-6, **flags
+    q: Tensor,
+    k: Tensor,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor,
+    *angles,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+    eager_rounding: bool = False,
+    round_before_weight: bool = False,
+    **flags,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalises q and k and rotates them, as :func:`torch_rope.norm_rotate_qk` does."""
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return _normalised(x, norm_eps, over_heads=weight.dim() == 2) * weight
-
-    rotated_q, rotated_k = rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), *angles, **flags)
+    options = norm_eps, norm_weight_offset, eager_rounding, round_before_weight
+    normalised = _normalised(q, q_norm_weight, *options), _normalised(k, k_norm_weight, *options)
+    rotated_q, rotated_k = rotate_qk(*normalised, *angles, eager_rounding=eager_rounding, **flags)
     return rotated_q.to(q.dtype), rotated_k.to(q.dtype)
 
 
-def _normalised(x: Tensor, norm_eps: float, over_heads: bool) -> Tensor:
-    """Returns x divided by the root mean square of each head, or of all heads of a token, in at least float32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide * torch.rsqrt(wide.square().mean((-2, -1) if over_heads else -1, keepdim=True) + norm_eps)
+def _normalised(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, eager_rounding: bool, round_before_weight: bool
+) -> Tensor:
+    """Returns x after an RMS norm of each head, or of all heads of a token if the weight is ``[heads, head_dim]``: in the
+    dtype of x if eager_rounding is True, else in at least float32."""
+    dtype, dims = torch.promote_types(x.dtype, torch.float32), -1 if weight is None or weight.dim() == 1 else (-2, -1)
+    y = x.to(dtype)
+    y = y * torch.rsqrt(y.square().mean(dims, keepdim=True) + eps)
+    if round_before_weight:
+        y = y.to(x.dtype).to(dtype)
+    if weight is not None:
+        y = y * (weight.to(dtype) + offset)
+    return y.to(x.dtype) if eager_rounding else y
 
 
 def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,6 +146,10 @@ def rotate_into_cache_(
     norm_eps: float = 1e-6,
     norm_v: bool = False,
     eager_rounding: bool = False,
+    v_norm_weight: Tensor | None = None,
+    norm_weight_offset: float = 0.0,
+    q_factor: Tensor | None = None,
+    round_before_weight: bool = False,
     **flags,
 ) -> None:
     """Rotates q, in place or into q_out, and writes rotated k, and v, to a cache.
@@ -128,8 +160,10 @@ def rotate_into_cache_(
     wide, out = torch.promote_types(q.dtype, torch.float32), q if q_out is None else q_out
     # Numbers that are quantised are not rounded to the dtype of q first, unless PyTorch's operators would do so.
     q, k = (x if scale is None or eager_rounding else x.to(wide) for x, scale in ((q, q_scale), (k, k_scale)))
+    norm: dict[str, Any] = {"norm_eps": norm_eps, "norm_weight_offset": norm_weight_offset}
+    norm |= {"eager_rounding": eager_rounding, "round_before_weight": round_before_weight}
     if norm_v:
-        v = _normalised(v, norm_eps, over_heads=False).to(v.dtype if v_scale is None else wide)
+        v = _normalised(v, v_norm_weight, *norm.values()).to(v.dtype if v_scale is None else wide)
     given = torch.arange(k.shape[-3], device=k.device) if positions is None else positions.long()
     p = given + offset
     # Pads outside of the table take a row of NaN.
@@ -139,11 +173,11 @@ def rotate_into_cache_(
         cos, sin = (t[torch.where(outside, 0, p)].masked_fill(outside.unsqueeze(-1), torch.nan) for t in (cos, sin))
     angles = cos, sin, inv_freq, positions, offset
     if q_norm_weight is None or k_norm_weight is None:
-        rotated_q, rotated_k = rotate_qk(q, k, *angles, eager_rounding=eager_rounding, **flags)
+        rotated_q, rotated_k = rotate_qk(q, k, *angles, q_factor=q_factor, eager_rounding=eager_rounding, **flags)
     else:
         rotated_q, rotated_k = (
-            norm_rotate_qk(x, x, weight, weight, *angles, norm_eps=norm_eps, **flags)[0]
-            for x, weight in ((q, q_norm_weight), (k, k_norm_weight))
+            norm_rotate_qk(x, x, weight, weight, *angles, q_factor=factor, **norm, **flags)[0]
+            for x, weight, factor in ((q, q_norm_weight, q_factor), (k, k_norm_weight, None))
         )
     out.copy_(rotated_q if q_scale is None else quantise(rotated_q.to(wide), q_scale, out.dtype))
     k_cache, v_cache = (c if c.dim() == 4 else c.unsqueeze(0) for c in (k_cache, v_cache))

@@ -57,17 +57,25 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<S::V, rope_int>& chunk, GroupThr
     const Side& side = a.sides[h.side];
     const bool norms = norm && side.norm, rotates = chunk.rotated && h.side != kV,
                to_cell = h.side != kQ && a.has_cache;
-    if ((to_cell && token.pad) || !(chunk.rotated || norms || !t.in_place[h.side])) return;
+    if ((to_cell && token.pad) || !(chunk.rotated || norms || side.factor || !t.in_place[h.side])) return;
     auto x = read(h);
     const A divisor = side.format ? A(side.scale[h.head * side.scale_stride]) : A(1);
     token.arrive(rotates, h.head);
     auto numbers = numbers_of(x);
+    const auto round = [&] { numbers = numbers_of(x = rounded<T, V>(numbers)); };
     if (norms) {
       for (A& number : numbers.of) number *= scale;
-      if (h.side != kV) numbers = product_of(numbers, weights_of<S>(a, h.side, chunk, h.head));
+      if (a.round_before_weight) round();
+      const auto of_head = moved(chunk, h.first, side.head_dim - 1);
+      if (side.weight) numbers = product_of(numbers, weights_of<S>(a, h.side, of_head, h.head));
+      if (a.rounding != kOnce) round();
     }
     if (rotates) token.rotate(numbers);
-    if (norms || rotates) {
+    if (side.factor) {
+      if (a.rounding != kOnce) round();
+      for (A& number : numbers.of) number *= token.factor(side, h.head);
+    }
+    if (norms || rotates || side.factor) {
       x = rounded<T, V>(numbers);
       if (a.rounding != kOnce) numbers = numbers_of(x);
     }

@@ -74,6 +74,12 @@ struct GeneralToken : Token<rope_int> {
     Eagerly<T>{a.rounding == kEachNarrow}.template rotate<S::interleaved>(n, angles);
   }
 
+  // Returns the factor of a head of a side that has factors.
+  ROPE_FN A factor(const Side& side, rope_int head) const {
+    const rope_int* strides = side.factor_strides;
+    return A(side.factor[b * strides[0] + s * strides[1] + head * strides[2]]);
+  }
+
   // Returns the heads of a tensor.
   template <typename E>
   ROPE_FN TokenHeads<V, E, rope_int> heads(const void* data, const rope_int* strides, bool to_cell = false) const {
@@ -83,18 +89,27 @@ struct GeneralToken : Token<rope_int> {
   }
 };
 
-// Returns the weights of a chunk.
+// Returns the weights of a chunk. Those past its last channel have no meaning.
 template <typename S>
 ROPE_FN Numbers<typename S::A, S::V> weights_of(const Args& a, int side, const Chunk<S::V, rope_int>& c,
                                                 rope_int head) {
+  using A = typename S::A;
   const rope_int* strides = a.sides[side].weight_strides;
-  Numbers<typename S::A, S::V> w;
+  Numbers<A, S::V> w;
   const auto read = [&](auto tag) {
     const auto* from = static_cast<const decltype(tag)*>(a.sides[side].weight) + head * strides[0];
-    const bool vectors = S::V > 1 && strides[1] == 1 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
-    for (int k = 0; k < 2; k++) read_shared<S::V>(from + c.at[k] * strides[1], strides[1], vectors, w.of + k * S::V);
+    const bool adjacent = S::V > 1 && strides[1] == 1 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
+    for (int i = 0; i < 2 * S::V; i++) {
+      const rope_int at = c.at[i / S::V];
+      if (adjacent && c.at[1] + S::V - 1 <= c.last) {
+        if (i % S::V == 0) read_shared<S::V>(from + at, 1, true, w.of + i);
+      } else {
+        w.of[i] = A(to_arithmetic(from[min(at + i % S::V, c.last) * strides[1]]));
+      }
+    }
   };
   a.sides[side].weight_dtype == DType::kFloat ? read(float()) : read(typename S::T());
+  for (A& weight : w.of) weight += sizeof(A) == 8 ? A(a.weight_offset) : A(a.narrow_weight_offset);
   return w;
 }
 

@@ -49,8 +49,10 @@ struct UsualPart : PartRange<int> {
       for (int k = 0; k < 2; k++) read_shared<V>(from + chunk.at[k] * V, 1, true, w.of + k * V);
     };
     a.wide_weights ? read(float()) : read(T());
+    for (float& weight : w.of) weight += a.weight_offset;
     return w;
   }
+  ROPE_FN void multiply(const UsualToken<K>&, int, Numbers<float, V>&) const {}  // by the factor of a head
   ROPE_FN void read(const UsualToken<K>& token, int head, Elements<T, V>& g, Elements<T, V>& x) const {
     g = token.read(a.sides[side].in, a.sides[side].in_strides, head);
     x = token.read(n.x[side].in, n.x[side].in_strides, head);
@@ -81,6 +83,10 @@ struct GeneralPart : PartRange<rope_int> {
     return sums_of(sums)[(all_heads ? head * params.head_dim : 0) + channel_of(chunk, i)];
   }
   ROPE_FN Numbers<A, V> weights(rope_int head) const { return weights_of<S>(a, side, chunk, head); }
+  ROPE_FN void multiply(const GeneralToken<S>& token, rope_int head, Numbers<A, V>& n) const {
+    if (!params.factor) return;
+    for (A& number : n.of) number *= token.factor(params, head);
+  }
   ROPE_FN void read(const GeneralToken<S>& token, rope_int head, Elements<T, V>& g, Elements<T, V>& x) const {
     g = token.template heads<const T>(params.in, params.in_strides).read(head, chunk);
     x = token.template heads<const T>(params.before, params.before_strides).read(head, chunk);
@@ -126,6 +132,7 @@ ROPE_FN void take_heads(const P& part, double* sums) {
     for (int taken = 1;; taken++) {
       auto back = numbers_of(g);  // g in the formulas of ../args.h
       if (part.chunk.rotated) token.rotate(back);
+      part.multiply(token, min(head, part.heads - 1), back);
       const auto numbers = numbers_of(x);
       A products[2] = {dot(numbers, numbers, is_whole(part.chunk)),
                        dot(back, product_of(numbers, weights), is_whole(part.chunk))};
@@ -194,6 +201,7 @@ ROPE_FN void take_groups(P& part, double* sums) {
         token.go(part.chunk.rotated, head);
         auto back = numbers_of(g[j]);
         if (part.chunk.rotated) token.rotate(back);
+        part.multiply(token, head, back);
         return back;
       };
       if (held) {

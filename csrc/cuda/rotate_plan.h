@@ -41,7 +41,7 @@ struct UsualArgs {
   unsigned split : 1;          // frequencies have two parts
   unsigned same_position : 1;  // without positions, each token has position 0
   unsigned inverse : 1, has_cache : 1, frequencies : 1;
-  unsigned narrow : 1;                                                    // kEachNarrow
+  unsigned narrow : 1, round_before_weight : 1;                           // narrow: kEachNarrow
   unsigned wide_weights : 1;                                              // float32, not x's dtype
   unsigned norms : kSides, scale_by_head : kSides, formats : 2 * kSides;  // of each side
   unsigned block_shift : 5;         // a block of a cache has 2^block_shift cells, or the cache is like one block
@@ -63,6 +63,7 @@ struct UsualArgs {
   const float* scales[kSides];
   // With groups that thread blocks take
   int table_head_stride;
+  float weight_offset;  // with a norm
 };
 static_assert(sizeof(UsualArgs) <= 48 + 4 * 64, "the first line of a kernel's arguments has 48 bytes of them");
 
@@ -107,11 +108,11 @@ inline bool passes_31_bits(const Args& a, const Tiling& t) {
 }
 
 // Returns the rules by which no usual kernel takes a call: whether each holds, and its words. docs/cuda.md quotes them.
-inline std::array<std::pair<bool, const char*>, 16> general_rules(const Args& a, const Plan& plan) {
+inline std::array<std::pair<bool, const char*>, 19> general_rules(const Args& a, const Plan& plan) {
   const Side &q = a.sides[kQ], &k = a.sides[kK], &v = a.sides[kV];
   const Tiling& t = plan.tiling;
   const int size = size_of(a.x_dtype);
-  const bool all_heads = q.norm == kAllHeads, frequencies = a.source == kInvFreq;
+  const bool all_heads = q.norm == kAllHeads, frequencies = a.source == kInvFreq, eager = a.rounding != kOnce;
   const rope_int heads = q.heads + k.heads + v.heads, most = std::max({q.heads, k.heads, v.heads});
   const rope_int held = plan.by_block ? ceil_div(all_heads ? most : 1, plan.block.y) * 2 * t.vector : 0;
   const bool one_size = is_one_block(a) || std::has_single_bit(rope_uint(a.block_size));
@@ -136,10 +137,13 @@ inline std::array<std::pair<bool, const char*>, 16> general_rules(const Args& a,
       {!frequencies && !t.table_vectors, "the rows of cos and sin are not aligned to 16 bytes"},
       {!frequencies && !like_sin, "cos and sin have other strides than each other"},
       {frequencies && !in_run, "the frequencies are not adjacent, or not aligned to 16 bytes"},
-      {a.rounding != kOnce && (a.has_cache || frequencies), "eager_rounding is used with frequencies or with a cache"},
+      {q.factor != nullptr, "q has a factor"},
+      {v.weight != nullptr, "the norm of v has a weight"},
+      {eager && frequencies, "eager_rounding is used with frequencies"},
+      {eager && (takes_norm(a) ? size != 2 : a.has_cache), "eager_rounding is used with a norm of float32, or with a cache"},
       {a.has_slots && !one_size, "the blocks of a cache are neither adjacent nor of 2^n cells"},
       {t.positions.limited && rope_uint(t.positions.last) >= INT32_MAX, "no position is allowed, or 2^31 of them"},
-      {in_bytes && size != 2, "results are in 8 bits, and x is float32"},
+      {in_bytes && (size != 2 || eager), "results are in 8 bits, and x is float32, or eager_rounding is used"},
       {scales_apart, "the scales of a side are not adjacent"},
       {weights_apart, "the weights of q and k are not adjacent, not aligned to 16 bytes, or of two dtypes or strides"},
       {passes_31_bits(a, t), "offset, a size or a stride does not fit in 31 bits"},
@@ -171,6 +175,7 @@ inline UsualArgs pack(const Args& a, const Tiling& t) {
   u.same_position = !a.has_positions && a.position_strides[1] == 0;
   u.by_token = a.source == kTableByToken || by_head, u.split = a.split_inv_freq, u.frequencies = frequencies;
   u.inverse = a.inverse, u.narrow = a.rounding == kEachNarrow, u.has_cache = a.has_cache;
+  u.round_before_weight = a.round_before_weight, u.weight_offset = a.narrow_weight_offset;
   u.chunks = t.chunks, u.half = t.rotated, u.start = int(a.rotary_start) / t.vector;
   u.others = int(q.head_dim - a.rotary_dim) / t.vector;
   u.factor_hi = a.factor_hi, u.factor_lo = a.factor_lo;

@@ -102,17 +102,18 @@ cudaError_t architecture(int& found) {
 }
 
 cudaError_t rotate_usually(const Args& a, const Plan& plan, Queue queue) {
-  constexpr int F = kFrequencies, C = kCache, CN = kCache | kNorm, B = kBytes;
+  constexpr int F = kFrequencies, C = kCache, CN = kCache | kNorm, B = kBytes, E = kEager;
   UsualArgs args = pack(a, plan.tiling);
   const int norm = takes_norm(a), bytes = args.formats != 0;
   const int features = F * (a.source == kInvFreq) | C * (norm || a.has_cache) | kNorm * norm | B * bytes |
-                       kEager * (a.rounding != kOnce);
+                       E * (a.rounding != kOnce);
   return with_shape(a, plan.tiling, [&](auto shape) {
     using S = decltype(shape);
     if constexpr (S::usual && sizeof(typename S::T) == 2) {
       if (bytes) return start_usual<S, C | B, C | B | F, CN | B, CN | B | F>(features, plan, args, queue);
+      if (norm && a.rounding != kOnce) return start_usual<S, CN | E>(features, plan, args, queue);
     }
-    if constexpr (S::usual) return start_usual<S, 0, F, C, C | F, CN, CN | F, kEager>(features, plan, args, queue);
+    if constexpr (S::usual) return start_usual<S, 0, F, C, C | F, CN, CN | F, E>(features, plan, args, queue);
     return cudaErrorInvalidValue;  // such a call is not usual
   });
 }

@@ -139,12 +139,13 @@ struct Weights {
       }
     }
   }
-  ROPE_FN Numbers<float, V> numbers(bool wide) const {
+  ROPE_FN Numbers<float, V> numbers(const UsualArgs& a) const {
     Numbers<float, V> n;
     for (int k = 0; k < 2; k++) {
-      for (int i = 0; i < most && wide; i++) to_arithmetic(of[k][i], n.of + k * V + 4 * i);
-      if (!wide) to_arithmetic(bits_as<Vector<T, 16 / sizeof(T)>>(of[k][0]), n.of + k * V);
+      for (int i = 0; i < most && a.wide_weights; i++) to_arithmetic(of[k][i], n.of + k * V + 4 * i);
+      if (!a.wide_weights) to_arithmetic(bits_as<Vector<T, 16 / sizeof(T)>>(of[k][0]), n.of + k * V);
     }
+    for (float& weight : n.of) weight += a.weight_offset;
     return n;
   }
 };
@@ -180,8 +181,11 @@ struct UsualHead {
     if (normalises(a)) {
       // A v that is normalised has groups of one head, as q and k have.
       const float root = inverse_root(fma(squares, a.per_channel[side == kK], a.norm_eps));
+      const auto round = [&] { numbers = numbers_of(rounded<T, V>(numbers)); };
       for (float& number : numbers.of) number *= root;
-      if (side != kV) numbers = product_of(numbers, weights.numbers(a.wide_weights));
+      if (K::eager && a.round_before_weight) round();
+      if (side != kV) numbers = product_of(numbers, weights.numbers(a));
+      if (K::eager) round();
     }
     if (rotates) t.rotate(numbers);
     if (normalises(a) || rotates) x = rounded<T, V>(numbers);

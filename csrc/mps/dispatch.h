@@ -116,8 +116,9 @@ inline auto tensors_of(const Call& call) {
     add(kBufferQScale + i, side.scale);
     if (side.gradient) add(kBufferQBefore + i, side.in);
   }
-  const Tensor* const of_tokens[] = {call.cos, call.sin, call.inv_freq, call.positions, call.slots};
-  for (int i = 0; i < 5; i++) add(kBufferCos + i, of_tokens[i]);
+  const Tensor* const of_tokens[] = {call.cos,       call.sin,   call.inv_freq,
+                                     call.positions, call.slots, call.sides[kQ].factor};
+  for (int i = 0; i < 6; i++) add(kBufferCos + i, of_tokens[i]);
   return all;
 }
 
@@ -141,8 +142,11 @@ inline Constants constants_of(const Call& call, const Args& p) {
     c.in_place |= (side.in == side.out) << i;
     c.quantised |= (p.sides[i].format != kUnquantised) << i;
     c.normalised |= (p.sides[i].norm != kNoNorm) << i;
+    c.weighted |= (side.weight != nullptr) << i;
   }
   c.all_heads = p.sides[kQ].norm == kAllHeads;
+  c.factor = call.sides[kQ].factor != nullptr;
+  c.round_before_weight = p.round_before_weight;
   return c;
 }
 
@@ -211,7 +215,7 @@ inline int lay_out_channels(const Call& call, Dispatch& dispatch) {
   r.rotated = unsigned(chunks.rotated);
   r.chunks = unsigned(chunks.all);
   c.vectors = vector != 1 && aligned(vector);
-  c.weight_vectors = vector != 1 && c.normalised & (1 << kQ | 1 << kK);
+  c.weight_vectors = vector != 1 && c.weighted;
   for (const SideTensors& side : call.sides) c.weight_vectors &= !side.weight || in_vectors(*side.weight, 4);
   c.table_vectors = call.cos && vector != 1 && in_vectors(*call.cos, 4) && in_vectors(*call.sin, 4);
   if (teams) c.lanes = dispatch.wide ? int(kSimd) : int(power_of_two(chunks.all));

@@ -27,7 +27,10 @@
   X(17, all_heads)      /* the norm of q and k is over all heads of a token */                               \
   X(18, v_apart)        /* v has another head_dim than k, and is not in the list of heads */                 \
   X(19, lanes)          /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
-  X(20, position_dtype) /* DType of the positions that cos_sin takes */
+  X(20, position_dtype) /* DType of the positions that cos_sin takes */                                      \
+  X(21, weighted)       /* the sides whose norm has weights */                                               \
+  X(22, factor)         /* q has a factor */                                                                 \
+  X(23, round_before_weight) /* with eager rounding: that of Args */
 
 // The buffers of the kernels that rotate. X(type, name, number, present): kBuffer<number> is the number of the buffer,
 // and a function constant k_has_<name> tells whether it is present. Those of q, k and v follow each other. T is the
@@ -41,8 +44,9 @@
   X(device void*, q_out, QOut, k_tensors > kQ)                             \
   X(device void*, k_out, KOut, k_tensors > kK)                             \
   X(device void*, v_out, VOut, k_tensors > kV)                             \
-  X(device const void*, q_weight, QWeight, (k_normalised & 1 << kQ) != 0)  \
-  X(device const void*, k_weight, KWeight, (k_normalised & 1 << kK) != 0)  \
+  X(device const void*, q_weight, QWeight, (k_weighted & 1 << kQ) != 0)    \
+  X(device const void*, k_weight, KWeight, (k_weighted & 1 << kK) != 0)    \
+  X(device const void*, v_weight, VWeight, (k_weighted & 1 << kV) != 0)    \
   X(device const float*, q_scale, QScale, (k_quantised & 1 << kQ) != 0)    \
   X(device const float*, k_scale, KScale, (k_quantised & 1 << kK) != 0)    \
   X(device const float*, v_scale, VScale, (k_quantised & 1 << kV) != 0)    \
@@ -50,7 +54,8 @@
   X(device const void*, sin, Sin, k_source != kInvFreq)                    \
   X(device const float*, inv_freq, InvFreq, k_source == kInvFreq)          \
   X(device const void*, positions, Positions, k_position_bytes != 0)       \
-  X(device const void*, slots, Slots, k_slot_bytes != 0)
+  X(device const void*, slots, Slots, k_slot_bytes != 0)                   \
+  X(device const float*, q_factor, QFactor, k_factor != 0)
 
 namespace rope {
 namespace mps {

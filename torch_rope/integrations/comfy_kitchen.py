@@ -97,12 +97,11 @@ def _call(name: str, freqs_cis: Tensor, epsilon: float = 1e-6, **given) -> Tenso
     cos, sin = column.transpose(*axes).expand(-1, tokens[0].shape[1], -1, -1, -1).squeeze(2).unbind(-1)
     if weights:
         q, k = (*tokens, tokens[0][:, :, :0])[:2]  # if there is only one tensor, k has no heads
-        out = ops.norm_rotate_qk(q, k, weights[0], weights[-1], cos, sin, norm_eps=epsilon, interleaved=interleaved)
+        operator = ops.norm_rotate_qk_ if in_place else ops.norm_rotate_qk
+        out = operator(q, k, weights[0], weights[-1], cos, sin, norm_eps=epsilon, interleaved=interleaved)
     else:
         operator = getattr(ops, "rotate" + "_qk" * (len(xs) == 2) + "_" * in_place)
         out = operator(*tokens, cos, sin, interleaved=interleaved)
-        out = tokens if in_place else [out] if len(xs) == 1 else out
+    out = tokens if in_place else [out] if isinstance(out, Tensor) else out
     out = [y.transpose(*axes).view(x.shape) for x, y in zip(xs, out, strict=False)]
-    if weights and in_place:
-        out = [x.copy_(y) for x, y in zip(xs, out, strict=True)]
     return tuple(out) if len(xs) == 2 else out[0]

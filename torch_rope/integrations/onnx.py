@@ -96,16 +96,35 @@ def _by_products(x, cos, sin, pairs: int, interleaved: bool, by_head: bool) -> i
     return op.Reshape(op.Concat(c, d, axis=axis), [0, 0, 0, 2 * pairs])
 
 
-def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, **flags):
+def _norm_rotate_qk(
+    q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, norm_weight_offset=0.0, eager_rounding=False,
+    round_before_weight=False, **flags,
+):  # fmt: skip
     """Translates ``rope.norm_rotate_qk``: an RMS norm in float32, or in double, and a rotation."""
     wide, out = DOUBLE if q.dtype == DOUBLE else FLOAT, []
     for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         y = op.Cast(x, to=wide)
         mean = op.ReduceMean(op.Mul(y, y), [-2, -1][-len(weight.shape) :], keepdims=1)
-        y = op.Mul(op.Div(y, op.Sqrt(op.Add(mean, _number(norm_eps, wide)))), op.Cast(weight, to=wide))
-        y.dtype, y.shape = wide, x.shape  # the exporter sets those of results alone
+        y = op.Div(y, op.Sqrt(op.Add(mean, _number(norm_eps, wide))))
+        y = op.Cast(op.Cast(y, to=x.dtype), to=wide) if round_before_weight else y
+        y = op.Mul(y, op.Add(op.Cast(weight, to=wide), _number(norm_weight_offset, wide)))
+        y = op.Cast(y, to=x.dtype) if eager_rounding else y
+        y.dtype, y.shape = x.dtype if eager_rounding else wide, x.shape  # the exporter sets those of results alone
         out.append(y)
-    return _rotated(out, q.dtype, *angles, **flags)
+    return _rotate_qk(*out, *angles, to=q.dtype, eager_rounding=eager_rounding, **flags)
+
+
+def _rotate_qk(q, k, *angles, q_factor=None, to=None, eager_rounding=False, **flags):
+    """Translates ``rope.rotate_qk``. to: the dtype of the results, if it is not that of q."""
+    to, flags = to or q.dtype, flags | {"eager_rounding": eager_rounding}
+    if q_factor is None:
+        return _rotated([q, k], to, *angles, **flags)
+    wide = DOUBLE if to == DOUBLE else FLOAT
+    [rotated_q] = _rotated([q], to if eager_rounding else wide, *angles, **flags)
+    factor = op.Unsqueeze(op.Cast(q_factor, to=wide), [-1] if len(q_factor.shape) == 3 else [-2, -1])
+    if len(q.shape) == 3 and len(q_factor.shape) > 1:
+        factor = op.Squeeze(factor, [0])
+    return [op.Cast(op.Mul(op.Cast(rotated_q, to=wide), factor), to=to), *_rotated([k], to, *angles, **flags)]
 
 
 def _searchsorted(sequence, values, *, out_int32=False, right=False, side=None, sorter=None):
@@ -120,7 +139,7 @@ def _searchsorted(sequence, values, *, out_int32=False, right=False, side=None, 
 # torch reads the annotations of these functions, and warns of a return type ir.Value.
 TRANSLATIONS = {
     rope.rotate.default: lambda x, *angles, **flags: _rotated([x], x.dtype, *angles, **flags)[0],
-    rope.rotate_qk.default: lambda q, k, *angles, **flags: _rotated([q, k], q.dtype, *angles, **flags),
+    rope.rotate_qk.default: _rotate_qk,
     rope.norm_rotate_qk.default: _norm_rotate_qk,
     rope.cos_sin.default: _cos_sin,
     rope.axial_cos_sin.default: lambda *given, **options: _cos_sin(*given, axial=True, **options),
