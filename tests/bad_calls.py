@@ -19,6 +19,7 @@ GROUPS = {
     "all": ROTATING,
     "qk": [op for op in ROTATING if "k" in arguments_of(op)],
     "norm": [op for op in ROTATING if "q_norm_weight" in arguments_of(op)],
+    "factor": [op for op in ROTATING if "q_factor" in arguments_of(op)],
     "without a cache": [op for op in ROTATING if "k_cache" not in arguments_of(op)],
     "in place": [op for op in ROTATING if op.endswith("_")],
     "cache": ["rotate_into_cache_"],
@@ -171,15 +172,27 @@ q_norm_weight=ones(H * D) -> q_norm_weight has shape [48] but must ... as q has;
     weight.view(heads, head_dim)
 norm_eps=-1.0 -> norm_eps is -1 but must be at least 0, and finite
 norm_eps=torch.nan -> norm_eps is nan but must be at least 0, and finite
+norm_weight_offset=torch.inf -> norm_weight_offset is inf but must be finite
+round_before_weight=True -> round_before_weight is True but must be False, because eager_rounding is False
+
+[factor: ValueError]
+q_factor=values(1.5) -> q_factor has shape [] but must have shape [seq], [batch or 1, seq] or [batch or 1, seq, heads]
+q_factor=ones(5) -> q_factor has shape [5] but must have shape [seq], [batch or 1, seq] ... heads] with seq 6, as q has
+q_factor=ones(3, S) -> q_factor has batch 3 but must have batch 2, as q has, or batch 1
+q_factor=ones(1, S, 1) -> q_factor has shape [1, 6, 1] but must have ... [batch or 1, seq, heads] with 3 heads, as q has
+q_factor=ones(B, H, S) -> q_factor has shape [2, 3, 6] but must have ... heads] with seq 6, as q has
+
+[factor: TypeError]
+q_factor=ones(S).bfloat16() -> q_factor is bfloat16 but must be float32
 
 [norm: TypeError]
 q_norm_weight=ones(D).bfloat16() -> q_norm_weight is bfloat16 but must be float32, the dtype of q
 k_norm_weight=ones(D).double() -> k_norm_weight is float64 but must be float32, the dtype of q
 
 [cache: ValueError]
-eager_rounding=True -> eager_rounding is True but must be False with q_norm_weight and k_norm_weight, because the order of
-q_norm_weight=None, k_norm_weight=None, norm_v=True, eager_rounding=True -> eager_rounding is True but must be False with
-    norm_v, because the order of a norm's sum differs from that of PyTorch's operators
+v_norm_weight=ones(D) -> v_norm_weight is given but must be None, because norm_v is False
+norm_v=True, v_norm_weight=ones(R) -> v_norm_weight has shape [8] but must have shape [v_dim] with v_dim 16, as v has
+norm_v=True, v_norm_weight=ones(1, D) -> v_norm_weight has shape [1, 16] but must have shape [v_dim]
 k_norm_weight=None -> k_norm_weight is None but must be given together with q_norm_weight; pass both, or neither
 q_norm_weight=None -> q_norm_weight is None but must be given together with k_norm_weight; pass both, or neither
 v=ones(1, S, 1, D) -> v has batch 1 but must have batch 2, as q has; only the heads and head_dim may differ
@@ -216,7 +229,13 @@ slots=ints(1, B, S) -> slots has shape [1, 2, 6] but must have shape [seq] or [b
 slots=ints(B, 5) -> slots has shape [2, 5] but must have shape [seq] or [batch, seq] with seq 6, as q has; give the slot -1
 slots=ints(S) -> slots has shape [6] but must have shape [batch, seq] with batch 2, as q has: each token needs its own
 
+[norm_rotate_qk: TypeError]
+q=q.bfloat16(), k=k.bfloat16(), cos=cos.bfloat16(), sin=sin.bfloat16(), k_norm_weight=ones(D).bfloat16(),
+    eager_rounding=True, round_before_weight=True -> q_norm_weight is float32 but must be bfloat16, the dtype of q, because
+    round_before_weight is True
+
 [cache: TypeError]
+norm_v=True, v_norm_weight=ones(D).half() -> v_norm_weight is float16 but must be float32, the dtype of q
 v=v.bfloat16() -> v is bfloat16 but must be float32, the dtype of q
 k_cache=k_cache.bfloat16() -> k_cache is bfloat16 but must be float32, the dtype of k
 v_cache=v_cache.byte() -> v_cache is uint8 but must be float32, the dtype of v, or float8_e4m3fn, float8_e5m2 or int8
@@ -271,6 +290,8 @@ k=q[:, :, 1:2] -> q overlaps k but ... because q is written in place and k is re
 k_cache=ones(B, 1, 1, D).expand(B, 20, 1, D) -> k_cache has shape [2, 20, 1, 16] and strides [16, 0, 16, 1], so some
 v_cache=k_cache -> k_cache overlaps v_cache but ... because both are written in place
 k_cache=ones(B, 20, 1, D), v=k_cache[1:, :S].expand(B, S, 1, D) -> v_cache overlaps v but ... and v is read
+norm_v=True, v_norm_weight=k_cache[0, 0, 0] -> k_cache overlaps v_norm_weight but ... and v_norm_weight is read
+q_factor=q[0, :, 0, 3] -> q overlaps q_factor but ... and q_factor is read
 slots=k_cache.view(torch.int32)[:, 3:9, 0, 7] -> k_cache overlaps slots but ... and slots is read
 **int8 | scales | dict(v_cache=v_cache.view(torch.int8)[..., :D], k_scale=v_cache[0, 0, 0, :1]) -> v_cache overlaps
     k_scale but ... and k_scale is read

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 from cases import on_gpu
-from oracle import ANGLE_ERROR, assert_close, limits, numpy_of, quantise, rotate, ulp
+from oracle import ANGLE_ERROR, assert_close, limits, numpy_of, quantise, rotate, ulp, without_factor
 
 from torch_rope import reference
 from torch_rope.selfcheck.calls import QUANTISED
@@ -138,19 +138,21 @@ def check(call):
     cells = where[written] // block_size, where[written] % block_size
     of_q = tuple(torch.from_numpy(index).flatten() for index in np.indices(positions.shape))  # the same, in q
 
-    names = "cos", "sin", "inv_freq", "positions", "offset", "attention_factor", "interleaved", "rotary_start"
+    names = "cos sin inv_freq positions offset attention_factor interleaved rotary_start q_factor".split()
     rotation = by_token({name: call[name] for name in names if name in call}, positions)
+    numbers = {name: call[name] for name in ("norm_eps", "norm_weight_offset") if name in call}
     if "q_norm_weight" in call:
-        of_norm = {name: call[name] for name in ("q_norm_weight", "k_norm_weight", "norm_eps") if name in call}
-        rotated = rope.norm_rotate_qk(q, k, **of_norm, **rotation)
+        of_norm = {name: call[name] for name in ("q_norm_weight", "k_norm_weight", "round_before_weight") if name in call}
+        rotated = rope.norm_rotate_qk(q, k, **of_norm, **numbers, **rotation, eager_rounding=eager)
     else:
         rotated = rope.rotate_qk(q, k, **rotation, eager_rounding=eager)
     rotated = [out.cpu() for out in rotated]
     wide, by_oracle = torch.promote_types(q.dtype, torch.float32), []
     of_limits = rotation, call.get("attention_factor", 1.0), "q_norm_weight" in call
-    for x, out, weight in (q, rotated[0], "q_norm_weight"), (k, rotated[1], "k_norm_weight"):
-        norm = {"norm_weight": call[weight], "norm_eps": call.get("norm_eps", 1e-6)} if weight in call else {}
-        by_oracle.append(rotate(x, **rotation, **norm))
+    for x, out, name in (q, rotated[0], "q"), (k, rotated[1], "k"):
+        weight, of_side = call.get(f"{name}_norm_weight"), rotation if name == "q" else without_factor(rotation)
+        norm = {} if weight is None else {"norm_weight": weight} | numbers
+        by_oracle.append(rotate(x, **of_side, **norm))
         known = ~np.isnan(by_oracle[-1][0])
         if not eager:
             assert_close(
@@ -188,7 +190,11 @@ def check(call):
         error = np.zeros_like(values)
         if norm_v:
             values /= np.sqrt((values**2).sum(-1, keepdims=True) / max(v.shape[-1], 1) + call.get("norm_eps", 1e-6))
-            error = 6 * ulp(abs(values), wide)
+            error = ulp(abs(values), q.dtype) if call.get("round_before_weight") else 0
+            if "v_norm_weight" in call:
+                weight = numpy_of(call["v_norm_weight"], np.longdouble) + call.get("norm_weight_offset", 0.0)
+                values, error = values * weight, error * abs(weight)
+            error = error + 6 * ulp(abs(values), wide)
         elif name != "v" and not eager:
             values, magnitude = by_oracle[i]
             ulps, plus = limits(wide, *of_limits)

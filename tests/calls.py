@@ -96,17 +96,23 @@ CACHE = calls.FACTORS["k_cache"] | {
 FACTORS = calls.FACTORS | {
     "positions": CALL,
     "eager_rounding": {"eager_rounding": [False, False, True]},
+    "round_before_weight": {"round_before_weight": [False, True]},
     "q_out_grad": {"q_grad": list(LAYOUTS), "k_grad": list(LAYOUTS)},
     "k_cache": CACHE,
 }
 factors = functools.partial(calls.factors, table=FACTORS)
 
 
-def allowed(size, dims=4, slots="none", q_weight=None, norm_v=False, eager_rounding=False, **others) -> bool:
+def allowed(
+    size, dims=4, slots="none", eager_rounding=False, round_before_weight=False, q_weight="own", k_weight="own",
+    v_weight=None, **others,
+) -> bool:  # fmt: skip
     """Returns whether an operator takes these arguments together."""
     if size[0] != 1 and (dims == 3 or slots.endswith("[S]")):
         return False
-    return not (eager_rounding and (norm_v or q_weight)) and calls.allowed(size, slots=slots, **others)
+    if round_before_weight and not (eager_rounding and all("own" in w for w in (q_weight, k_weight, v_weight) if w)):
+        return False
+    return calls.allowed(size, slots=slots, **others)
 
 
 describe = functools.partial(calls.describe, table=FACTORS, allowed=allowed)

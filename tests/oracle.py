@@ -37,7 +37,7 @@ def channels_of_pairs(pairs: int, rotary_start: int, interleaved: bool) -> tuple
 
 def rotate(
     x, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, attention_factor=1.0, interleaved=False,
-    inverse=False, rotary_start=0, norm_weight=None, norm_eps=1e-6,
+    inverse=False, rotary_start=0, q_factor=None, norm_weight=None, norm_eps=1e-6, norm_weight_offset=0.0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Returns the rotated x, and the magnitude of each element's rotated pair, both in x's shape.
 
@@ -46,7 +46,8 @@ def rotate(
 
     The arguments are those of torch.ops.rope.rotate: torch tensors, x is [batch, seq, heads, head_dim] or [seq, heads,
     head_dim]. With norm_weight, [head_dim] or [heads, head_dim], each head is first RMS-normalised over all its channels,
-    or all heads of a token together.
+    or all heads of a token together. The results are multiplied by q_factor, [seq], [batch or 1, seq] or [batch or 1, seq,
+    heads].
     """
     kind = np.longdouble if x.dtype == torch.float64 else np.float64
     values = numpy_of(x, kind)
@@ -54,7 +55,7 @@ def rotate(
     if norm_weight is not None:
         axes = (-2, -1)[-norm_weight.ndim :]
         mean = (values**2).sum(axes, keepdims=True) / max(norm_weight.numel(), 1)
-        values = values / np.sqrt(mean + kind(norm_eps)) * numpy_of(norm_weight, kind)
+        values = values / np.sqrt(mean + kind(norm_eps)) * (numpy_of(norm_weight, kind) + kind(norm_weight_offset))
     batch, seq = values.shape[:2]
     p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
     p = np.broadcast_to(p + offset, (batch, seq))
@@ -75,6 +76,9 @@ def rotate(
     out, size = values.copy(), np.abs(values)
     out[..., first], out[..., second] = a * c - b * s, b * c + a * s
     size[..., first] = size[..., second] = np.hypot(out[..., first], out[..., second])
+    if q_factor is not None:
+        factor = numpy_of(q_factor, kind)[..., *[None] * (1 + (q_factor.ndim < 3))]
+        out, size = out * factor, size * np.abs(factor)
     return out.reshape(x.shape), size.reshape(x.shape)
 
 
@@ -136,6 +140,11 @@ def table_backward(
     return tuple(sums)
 
 
+def without_factor(options: dict) -> dict:
+    """Returns the options of k, which has no factor."""
+    return {name: value for name, value in options.items() if name != "q_factor"}
+
+
 def ulp(magnitude: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Returns the distance between neighbouring numbers of dtype at this magnitude."""
     info = torch.finfo(dtype)
@@ -164,13 +173,14 @@ def assert_close(actual: torch.Tensor, expected: tuple[np.ndarray, np.ndarray], 
     assert worst <= 1, f"{float(worst):.3f} of the limit of {ulps} ulp"
 
 
-def gradients_by_the_oracle(x, weight, gradient, norm_eps=1e-6, **rotation):
+def gradients_by_the_oracle(x, weight, gradient, norm_eps=1e-6, norm_weight_offset=0.0, **rotation):
     """Returns (gradient, size) of x and of weight.
 
     The size is the same formula with every term positive. The error of a rounding is a fraction of it.
     """
     h, pair = rotate(gradient, **rotation, inverse=True)
     x, w = (numpy_of(t, h.dtype.type) for t in (x, weight))
+    w = w + h.dtype.type(norm_weight_offset)
     axes = (-2, -1)[-w.ndim :]
     r = 1 / np.sqrt((x**2).mean(axes, keepdims=True) + h.dtype.type(norm_eps))
 
@@ -182,16 +192,18 @@ def gradients_by_the_oracle(x, weight, gradient, norm_eps=1e-6, **rotation):
 
 
 def assert_accurate(gradients, tensors, out_gradients, angles, **options):
-    """Checks that the gradients are within twelve roundings of the oracle.
+    """Checks that the gradients are within twelve roundings of the oracle, or thirteen with a factor.
 
     The pair, its scaled cos and sin, the weight, 1 / rms, the two means and the last product are rounded. The roundings
     of a sum over tokens even out, as those of its terms do. Rounding to the dtype of the result adds one more, and
     inv_freq adds the error of cos and sin.
     """
     wide = tensors[0].dtype == torch.float64
-    fraction = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (ANGLE_ERROR if "inv_freq" in angles else 0)
+    fraction = (12 + ("q_factor" in angles)) * (2.0**-53 if wide else 2.0**-24)
+    fraction += ANGLE_ERROR if not wide and "inv_freq" in angles else 0
     for i in (0, 1):
-        expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], **angles, **options)
+        of_side = angles if i == 0 else without_factor(angles)
+        expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], **of_side, **options)
         for actual, (value, size) in zip(gradients[i::2], expected, strict=True):
             limit = fraction * size
             if actual.dtype != (torch.float64 if wide else torch.float32):

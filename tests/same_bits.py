@@ -44,7 +44,9 @@ def results(case):
     for op in ("rotate_qk", "norm_rotate_qk", "_norm_rotate_qk_backward"):
         torch.manual_seed(1)
         yield from getattr(rope, op)(**make(op, **case, k_weight="own", attention_factor=1.1))
-    norms = {}, {"q_weight": "float32", "k_weight": "own"}, {"eager_rounding": True}
+    once = {"q_weight": "float32", "k_weight": "own", "norm_weight_offset": 1.0, "q_factor": "[B,S,H]"}
+    eagerly = dict.fromkeys(("q_weight", "k_weight", "v_weight"), "own") | {"norm_v": True, "q_factor": "[S]"}
+    norms = {}, once, eagerly | {"eager_rounding": True, "round_before_weight": True}
     for norm, stored in itertools.product(norms, ((None, None), (torch.float8_e4m3fn,) * 2)):
         torch.manual_seed(1)
         of_cache = {"slots": "int64 [B,S]", "quantised": stored, "scales": "unusual"} | norm

@@ -116,7 +116,7 @@ def test_gradients_of_cos_sin_pass_gradcheck(shape, device):
 )
 def test_every_argument_has_a_gradient_and_a_tangent(op, source, device):
     """There are tangents with grad off too. In-place operators have a test of their own."""
-    good, call = call_of(op, device, source), getattr(rope, op)
+    good, call = call_of(op, device, source, q_factor="[B,S,H]"), getattr(rope, op)
     for name in good:
         leaf = good[name].clone().requires_grad_()
         with torch.no_grad():
@@ -256,6 +256,7 @@ IN_PLACE["rotate_into_cache_" + TO_Q_OUT] = ["q_out", "k_cache", "v_cache"]
 INSTEAD = {
     "rotate_": "rope.rotate",
     "rotate_qk_": "rope.rotate_qk",
+    "norm_rotate_qk_": "rope.norm_rotate_qk",
     "rotate_into_cache_": "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself",
 }
 

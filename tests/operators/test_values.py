@@ -4,7 +4,7 @@ import cases
 import pytest
 import torch
 from calls import SOURCES, Source, factors
-from oracle import assert_close, limits, limits_of_reference, rotate
+from oracle import assert_close, limits, limits_of_reference, rotate, without_factor
 from same_bits import bits
 
 import torch_rope
@@ -13,7 +13,8 @@ from torch_rope import reference
 rope = torch.ops.rope
 
 # A table may have the dtype of x; with float64 x it is float64 or float32.
-FACTORS = cases.CALLS | {name: factors("rotate_qk")[name] for name in ("tables", "attention_factor", "inverse")}
+NAMES = "tables", "attention_factor", "inverse", "q_factor"
+FACTORS = cases.CALLS | {name: factors("rotate_qk")[name] for name in NAMES}
 
 
 @pytest.mark.core
@@ -24,25 +25,27 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
     q, k, options = cases.make_qk(device, **case)
     q_before, k_before = q.clone(), k.clone()
     q_out, k_out = rope.rotate_qk(q, k, **options)
-    for x, out in (q, q_out), (k, k_out):
-        expected = rotate(x, **options)
-        assert_close(out, expected, *limits(x.dtype, options, case["attention_factor"]))
+    without = without_factor(options)
+    by_reference = reference.rotate_qk(q, k, **options) if not cases.on_gpu(device) else (None, None)
+    for x, out, other, of_side in (q, q_out, by_reference[0], options), (k, k_out, by_reference[1], without):
+        expected = rotate(x, **of_side)
+        assert_close(out, expected, *limits(x.dtype, of_side, case["attention_factor"]))
         assert out.stride() == torch.empty_like(x).stride()
-        if not cases.on_gpu(device):
-            near = limits_of_reference(x.dtype, options, case["attention_factor"])
-            assert_close(reference.rotate(x, **options), expected, *near)
+        if other is not None:
+            assert_close(other, expected, *limits_of_reference(x.dtype, of_side, case["attention_factor"]))
     kept = torch.ones(case["size"][-2], dtype=torch.bool)
     kept.narrow(0, options.get("rotary_start", 0), case["size"][-1]).zero_()
-    assert torch.equal(q_out[..., kept], q[..., kept])
+    assert torch.equal(k_out[..., kept], k[..., kept])
     assert torch.equal(q, q_before) and torch.equal(k, k_before)
 
     # The other operators give the same bits.
-    assert torch.equal(rope.rotate(q, **options), q_out)
-    assert torch.equal(rope.rotate(k, **options), k_out)
+    assert torch.equal(rope.rotate(k, **without), k_out)
     rope.rotate_qk_(q, k, **options)
     assert torch.equal(q, q_out) and torch.equal(k, k_out)
-    rope.rotate_(q_before, **options)
-    assert torch.equal(q_before, q_out)
+    q_out = rope.rotate(q_before, **without)
+    assert torch.equal(q_out[..., kept], q_before[..., kept])
+    rope.rotate_(q_before, **without)
+    assert torch.equal(q_before, q_out) and ("q_factor" in options or torch.equal(q, q_out))
 
 
 @pytest.mark.cpu
@@ -143,6 +146,7 @@ EAGER = cases.CALLS | {
     "attention_factor": [1.0, 1.2079441541679836],
     "inverse": [False, True],
     "eager_rounding": [True],
+    "q_factor": [None, "[S]", "[B,S,H]"],
 }
 LOOPS = [("size", "dtype", "interleaved")]  # which decide which loop or kernel runs
 NIGHT = (*LOOPS[0], "source", "tables")  # all of whose combinations run in make exhaustive
@@ -181,7 +185,7 @@ def test_results_and_gradients_have_the_bits_of_plain_operators(case, device):
     for found, expected in zip(*derivatives, strict=True):
         assert torch.equal(found.cpu(), expected)
     (q_out, k_out, *_), _ = derivatives
-    assert torch.equal(rope.rotate(q, **options), q_out)
+    assert torch.equal(rope.rotate(k, **without_factor(options)), k_out)
     rope.rotate_qk_(q, k, **options)
     assert torch.equal(q, q_out) and torch.equal(k, k_out)
 

@@ -46,7 +46,8 @@ def assert_vmap(function, in_dims, *args, close=torch.equal):
 
 def a_call_of(op, device):
     """Returns the tensors of a call, by name. The angles are a table, or frequencies if the operator takes no table."""
-    return call_of(op, device, Source("table", "int32 [B,S]"), slots="int64 [B,S]", q_weight="float32", q_out="bshd")
+    options = {"slots": "int64 [B,S]", "q_weight": "float32", "q_out": "bshd", "q_factor": "[B,S]"}
+    return call_of(op, device, Source("table", "int32 [B,S]"), **options)
 
 
 def with_samples(call, names):

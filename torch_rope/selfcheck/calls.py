@@ -52,6 +52,8 @@ STRIDES["strided"] = {
     "slots": ((3, 2), (1, 5)),
     "q_norm_weight": ((1, 2), (0, 1)),
     "k_norm_weight": ((1, 3), (1, 2)),
+    "v_norm_weight": ((2,), (1,)),
+    "q_factor": ((2, 1, 3), (1, 2, 1)),
 }
 
 
@@ -166,6 +168,8 @@ FACTORS: dict[str, dict[str, list]] = {
         "over_heads": [False, True],  # whether all heads of a token are normalised together, with a weight for each
         "norm_eps": [1e-6, 1e-5, 0.5, 1e3],
     },
+    "norm_weight_offset": {"norm_weight_offset": [0.0, 1.0]},
+    "q_factor": {"q_factor": [None, None, "[S]", "[1,S]", "[B,S]", "[1,S,H]", "[B,S,H]"]},  # the last two are strided
     "k_cache": {
         "source": SOURCES + CELLS,
         "q_weight": [None, None, *WEIGHTS],  # None: there is no norm
@@ -178,6 +182,7 @@ FACTORS: dict[str, dict[str, list]] = {
         "q_out": [None, "q", *LAYOUTS],
         "q_dtype": [None, *QUANTISED],  # None: that of q
         "norm_v": [False, True],
+        "v_weight": [None, *WEIGHTS],
     },
 }
 
@@ -220,9 +225,9 @@ def describe(op: str, pick: random.Random, device="cpu", table=FACTORS, allowed=
 
 def make(
     op: str, device="cpu", *, size=SIZES[0], source=SOURCES[0], start="first", dtype=torch.float32, tables="float32",
-    rows=None, q="bshd", k="bhsd", v="packed", q_weight=None, k_weight="float32 strided", over_heads=False,
-    cache="strides of their own", blocks=None, cells=None, slots="none", v_shape=None, quantised=(None, None), q_out=None,
-    q_dtype=None, **flags,
+    rows=None, q="bshd", k="bhsd", v="packed", q_weight=None, k_weight="float32 strided", v_weight=None,
+    over_heads=False, q_factor=None, cache="strides of their own", blocks=None, cells=None, slots="none", v_shape=None,
+    quantised=(None, None), q_out=None, q_dtype=None, **flags,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the arguments of a call by name.
 
@@ -252,11 +257,22 @@ def make(
         call["q_out"] = call["q"] if q_out == "q" else tensor(q_out, heads, dtype=q_dtype or dtype)
     call |= source.arguments(batch, seq, rotary_dim, dtype if "x" in tables else torch.float32, device, heads, rows)
     call |= {"x": call["q"], "rotary_start": STARTS[start](head_dim - rotary_dim)}
+
+    def take(name, t, kind):
+        call[name] = laid_out(t, "strided" if "strided" in kind else "dense", name, device)
+
+    def take_weight(name, kind, *shape):
+        weight = torch.rand(*shape, dtype=torch.float64) * 2 - 0.5  # of both signs
+        take(name, weight.to(dtype if "own" in kind else torch.float32), kind)
+
     if q_weight or "norm" in op:
-        for name, kind, n in ("q_norm_weight", q_weight or "float32", heads), ("k_norm_weight", k_weight, kv_heads):
-            weight = torch.rand(*[n] * over_heads, head_dim, dtype=torch.float64) * 2 - 0.5  # of both signs
-            weight = weight.to(dtype if "own" in kind else torch.float32)
-            call[name] = laid_out(weight, "strided" if "strided" in kind else "dense", name, device)
+        take_weight("q_norm_weight", q_weight or "float32", *[heads] * over_heads, head_dim)
+        take_weight("k_norm_weight", k_weight, *[kv_heads] * over_heads, head_dim)
+    if v_weight and flags.get("norm_v"):
+        take_weight("v_norm_weight", v_weight, call["v"].shape[-1])
+    if q_factor:
+        sizes = [{"1": 1, "B": batch, "S": seq, "H": heads}[size] for size in q_factor[1:-1].split(",")]
+        take("q_factor", torch.rand(sizes) + 0.5, "strided" if "H" in q_factor else "dense")
     if "cache" in op:
         cell_count = rows or seq + 40
         if "positions" in call and slots == "none":  # each token of a sequence is written to a cell of its own

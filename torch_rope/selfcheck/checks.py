@@ -44,11 +44,13 @@ def ulp(dtype: torch.dtype, size: Tensor) -> Tensor:
     return info.eps * torch.exp2(torch.frexp(size.clamp(min=info.tiny)).exponent.double() - 1)
 
 
-def magnitude(result: Tensor, options: dict) -> Tensor:
-    """Returns the magnitude of each channel's pair, or 0 for a channel that is copied and so must keep its bits."""
+def magnitude(name: str, result: Tensor, options: dict) -> Tensor:
+    """Returns the magnitude of each channel's pair, or 0 for a channel that is copied and so must keep its bits. name: that
+    of the argument which was rotated."""
     start = options.get("rotary_start", 0)
     end = start + 2 * options["cos" if "cos" in options else "inv_freq"].shape[-1]
-    size = result.abs() if "q_norm_weight" in options else torch.zeros_like(result)
+    is_scaled = "q_norm_weight" in options or f"{name}_factor" in options
+    size = result.abs() if is_scaled else torch.zeros_like(result)
     dim, shape = (-1, (-1, 2)) if options.get("interleaved") else (-2, (2, -1))
     pairs = result[..., start:end].unflatten(-1, shape)
     size[..., start:end] = pairs.norm(dim=dim, keepdim=True).expand(pairs.shape).flatten(-2)
@@ -59,7 +61,7 @@ def limits(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm
     """Returns how far a result of dtype may be from the exact one: a number of ulps, and a part of the magnitude."""
     if dtype.itemsize == 2:
         return 1, 0.0
-    ulps = 6 if norm else 2 if attention_factor == 1.0 else 3
+    ulps = 6 if norm else 2 + (attention_factor != 1.0) + ("q_factor" in angles)
     return ulps, ANGLE_ERROR if dtype == torch.float32 and "inv_freq" in angles else 0.0
 
 
@@ -158,7 +160,7 @@ class Check:
             expected = tree_leaves(getattr(reference, op.rstrip("_"))(**exact_call))
             for (name, x), out, e in zip(xs.items(), outs, expected, strict=True):
                 require(out.dtype == x.dtype, f"{name} is {out.dtype} but must be {x.dtype}")
-                self.near(name, out, e, magnitude(e, exact_call), *bound)
+                self.near(name, out, e, magnitude(name, e, exact_call), *bound)
         for name in unchanged:
             self.same(name, call[name], before[name])
 
@@ -169,7 +171,7 @@ class Check:
         caches = {name: torch.full(call[name].shape, torch.nan, dtype=torch.float64) for name in ("k_cache", "v_cache")}
         reference.rotate_into_cache_(**exact_call | caches)
         news = exact_call["q"], *caches.values()
-        sizes = [magnitude(x, exact_call) for x in news[:2]]
+        sizes = [magnitude(name, x, exact_call) for name, x in zip("qk", news[:2], strict=True)]
         sizes.append(news[2].abs() * call.get("norm_v", False))  # v is copied if it has no norm
         names = "q_out" if "q_out" in call else "q", "k_cache", "v_cache"
         for name, new, size, scale in zip(names, news, sizes, scales, strict=True):
@@ -266,7 +268,7 @@ class Check:
             "values: rotate, rotate_qk": cases(self.values, "rotate", "rotate_", "rotate_qk", "rotate_qk_")
             | {f"eager rounding {str(d)[6:]}, interleaved={i}": partial(self.eager_rounding, d, i) for d, i in eager}
             | {"four threads at once": self.threads},
-            "values: norm_rotate_qk": cases(self.values, "norm_rotate_qk"),
+            "values: norm_rotate_qk": cases(self.values, "norm_rotate_qk", "norm_rotate_qk_"),
             "values: rotate_into_cache_": cases(self.values, "rotate_into_cache_"),
             "gradients: rotate, rotate_qk": cases(self.gradients, "rotate", "rotate_qk"),
             "gradients: norm_rotate_qk": cases(self.gradients, "norm_rotate_qk"),
