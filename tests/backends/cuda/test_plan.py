@@ -61,6 +61,8 @@ class Call:
     over_heads: bool = False  # of the norm
     norm_v: bool = False
     quantised: tuple = (False, False)  # the caches of k and v
+    factor: bool = False  # of q
+    weight_v: bool = False  # of the norm of v
     rounding: int = 0  # Rounding in csrc/args.h
     offset: int = 0
     scale_stride: int = 0
@@ -85,7 +87,7 @@ class Call:
 
         tables = [t if t.dim() == 4 else t.unsqueeze(-2).expand(len(t), 2, -1) for t in self.tables or ()]
         by_head = tables and self.tables[0].dim() == 4
-        flags = (self.norm, self.over_heads, self.norm_v, *self.quantised)
+        flags = (self.norm, self.over_heads, self.norm_v, *self.quantised, self.factor, self.weight_v)
         return (
             ORDER.index(self.q.dtype),
             (*self.q.shape[:2], self.head_dim, self.rotary_dim, self.rotary_start, self.v_dim),
@@ -278,6 +280,8 @@ USUAL = [
     {"q": (2, 7, 8, 192), "rotary_dim": 64, "rotary_start": 128},
     {"rounding": 1},
     {"norm": True, "norm_v": True, "v": (2, 128)},
+    {"norm": True, "rounding": 2, "v": (2, 128)},
+    {"norm": True, "rounding": 1, "over_heads": True},
     {"v": (2, 128), "cached": BYTES, "block_size": 16},
     {"v": (2, 128), "block_size": 24, "slots": None},
     {"inv_freq": FREQ, "v": (2, 128), "cached": BYTES, "norm": True},
@@ -317,9 +321,12 @@ GENERAL = {  # calls that meet a rule of general_rules() in csrc/cuda/rotate_pla
     "the frequencies are not adjacent, or not aligned to 16 bytes": [
         {"inv_freq": torch.empty(128, device="meta")[::2]}
     ],
-    "eager_rounding is used with frequencies or with a cache": [
-        {"inv_freq": FREQ, "rounding": 1},
+    "q has a factor": [{"factor": True}],
+    "the norm of v has a weight": [{"norm": True, "norm_v": True, "weight_v": True, "v": (2, 128)}],
+    "eager_rounding is used with frequencies": [{"inv_freq": FREQ, "rounding": 1}],
+    "eager_rounding is used with a norm of float32, or with a cache and no norm": [
         {"rounding": 1, "v": (2, 128)},
+        {"rounding": 1, "norm": True, "dtype": torch.float32},
     ],
     "the blocks of a cache are neither adjacent nor of 2^n cells": [
         {"v": (2, 128), "block_size": 24, "positions": None}
@@ -327,7 +334,10 @@ GENERAL = {  # calls that meet a rule of general_rules() in csrc/cuda/rotate_pla
     "no position is allowed, or 2^31 of them": [
         {"tables": [torch.empty(n, 64, device="meta")] * 2} for n in (0, 2**31)
     ],
-    "results are in 8 bits, and x is float32": [{"dtype": torch.float32, "v": (2, 128), "cached": BYTES}],
+    "results are in 8 bits, and x is float32, or eager_rounding is used": [
+        {"dtype": torch.float32, "v": (2, 128), "cached": BYTES},
+        {"rounding": 1, "norm": True, "v": (2, 128), "cached": BYTES},
+    ],
     "the scales of a side are not adjacent": [{"v": (2, 128), "cached": BYTES, "scale_stride": 2}],
     "the weights of q and k are not adjacent, not aligned to 16 bytes, or of two dtypes or strides": [
         {"norm": True, "weight_strides": (0, 2)},

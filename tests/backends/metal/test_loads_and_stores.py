@@ -15,8 +15,8 @@ from metal_calls import HALVES, freqs, ops, randn, tables, weights_of
 import torch_rope
 
 BUFFERS = str.split(
-    "params q_in k_in v_in q_out k_out v_out q_weight k_weight q_scale k_scale v_scale"
-    " cos sin inv_freq positions slots q_before k_before sums"
+    "params q_in k_in v_in q_out k_out v_out q_weight k_weight v_weight q_scale k_scale v_scale"
+    " cos sin inv_freq positions slots q_factor q_before k_before sums"
 )
 
 

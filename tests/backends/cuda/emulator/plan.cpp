@@ -27,8 +27,8 @@ void* set(const Given<n>& given, rope_int* strides) {
   return reinterpret_cast<void*>(address);
 }
 
-// A call is normalised and quantised as these bits say: 0 without a norm, kNorm alone if each head is normalised.
-enum Features { kNorm = 1, kOverHeads = 2, kNormV = 4, kQuantisedK = 8, kQuantisedV = 16 };
+// What a call has. Without kOverHeads, kNorm normalises each head.
+enum Features { kNorm = 1, kOverHeads = 2, kNormV = 4, kQuantisedK = 8, kQuantisedV = 16, kFactor = 32, kWeightV = 64 };
 
 Args args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Tensors, 3>& qkv,
           const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<4>& cos,
@@ -53,6 +53,9 @@ Args args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std
   a.sides[kV].norm = features & kNormV ? kEachHead : kNoNorm;
   a.sides[kK].format = features & kQuantisedK ? kInt8 : kUnquantised;
   a.sides[kV].format = features & kQuantisedV ? kInt8 : kUnquantised;
+  static const float number = 1;
+  if (features & kFactor) a.sides[kQ].factor = &number;
+  if (features & kWeightV) a.sides[kV].weight = &number;
   a.wide_positions = a.wide_slots = true;
   a.factor_hi = 1, a.offset = offset;
   return a;
