@@ -49,14 +49,14 @@ enum { kQ = 0, kK = 1, kV = 2, kSides = 3 };
 
 // q, k or v. Strides count elements. What a call lacks is null.
 struct Side {
-  ROPE_POINTER(const void) in;      // [batch, seq, heads, head_dim]
-  ROPE_POINTER(void) out;           // the same, or a cache: [blocks, block_size, heads, head_dim]
-  ROPE_POINTER(const void) weight;  // of the norm: [head_dim] or [heads, head_dim]. v may have a norm without one
-  ROPE_POINTER(const float) factor; // of each head of a token, which the result is multiplied by. Only q may have one
-  ROPE_POINTER(const float) scale;  // of a quantised result: one number, or [heads]
-  ROPE_POINTER(const void) before;  // in a backward, q or k as the forward call took it
-  rope_int heads;                   // 0: the call has no such tensor, or it has no heads
-  rope_int head_dim;                // k has that of q; v may have another one
+  ROPE_POINTER(const void) in;       // [batch, seq, heads, head_dim]
+  ROPE_POINTER(void) out;            // the same, or a cache: [blocks, block_size, heads, head_dim]
+  ROPE_POINTER(const void) weight;   // of the norm: [head_dim] or [heads, head_dim]. v may have a norm without one
+  ROPE_POINTER(const float) factor;  // of each head of a token, which the result is multiplied by. Only q may have one
+  ROPE_POINTER(const float) scale;   // of a quantised result: one number, or [heads]
+  ROPE_POINTER(const void) before;   // in a backward, q or k as the forward call took it
+  rope_int heads;                    // 0: the call has no such tensor, or it has no heads
+  rope_int head_dim;                 // k has that of q; v may have another one
   rope_int in_strides[4], out_strides[4], before_strides[4];
   rope_int weight_strides[2];  // head, channel
   rope_int factor_strides[3];  // batch, seq, head; a stride is 0 if there is one for all
@@ -92,11 +92,11 @@ struct Args {
   rope_double attention_factor, norm_eps, weight_offset;  // for float64 arithmetic
   float factor_hi, factor_lo;                             // attention_factor is the sum of the two
   float narrow_eps, narrow_weight_offset;                 // the others for float32 arithmetic
-  DType x_dtype, table_dtype, inv_freq_dtype;  // table_dtype: of cos and sin, x_dtype or float32
-  int source;                                  // AngleSource
-  int rounding;                                // Rounding
-  int round_before_weight;                     // not kOnce: what a norm gives is also rounded before it takes its weight
-  int split_inv_freq;  // inv_freq is [2, rotary_dim / 2], and a frequency is the sum of its two parts
+  DType x_dtype, table_dtype, inv_freq_dtype;             // table_dtype: of cos and sin, x_dtype or float32
+  int source;                                             // AngleSource
+  int rounding;                                           // Rounding
+  int round_before_weight;  // not kOnce: what a norm gives is also rounded before it takes its weight
+  int split_inv_freq;       // inv_freq is [2, rotary_dim / 2], and a frequency is the sum of its two parts
   int has_positions, has_slots;
   int wide_positions, wide_slots;  // int64, not int32
   int has_cache;                   // rotated k and a copy of v are written to caches

@@ -37,13 +37,21 @@ bool needed(const Operator& op, const Stack& stack) {
 
 // The numbers of tensors in a list of all tensors of a call. The first three are numbers of q; that of k is one more. A
 // tensor that the call lacks is undefined in the list.
-constexpr int kGradients = 0, kXs = 2, kWeights = 4, kCos = 6, kSin = 7, kInvFreq = 8, kPositions = 9,
-              kFactor = 10, kTensors = 11;
+constexpr int kGradients = 0, kXs = 2, kWeights = 4, kCos = 6, kSin = 7, kInvFreq = 8, kPositions = 9, kFactor = 10,
+              kTensors = 11;
 
 std::array<const Tensor**, kTensors> members_of(Call& c) {
-  return {&c.sides[kQ].gradient, &c.sides[kK].gradient, &c.sides[kQ].in, &c.sides[kK].in,
-          &c.sides[kQ].weight,   &c.sides[kK].weight,   &c.cos,          &c.sin,
-          &c.inv_freq,           &c.positions,           &c.sides[kQ].factor};
+  return {&c.sides[kQ].gradient,
+          &c.sides[kK].gradient,
+          &c.sides[kQ].in,
+          &c.sides[kK].in,
+          &c.sides[kQ].weight,
+          &c.sides[kK].weight,
+          &c.cos,
+          &c.sin,
+          &c.inv_freq,
+          &c.positions,
+          &c.sides[kQ].factor};
 }
 variable_list tensors_of(Call& call) {
   variable_list tensors;

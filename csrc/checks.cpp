@@ -248,8 +248,8 @@ void check_norm(const Call& call) {
   for (const Named& w : {q_weight, k_weight, v_weight}) {
     if (!w.tensor) continue;
     const bool wide = is_parameter(call, *w), is_q_type = w->scalar_type() == call.q().scalar_type();
-    check_type(call, call.round_before_weight ? is_q_type : wide, w, NameOf{call.q().scalar_type()},
-               ", the dtype of q", call.round_before_weight ? ", because round_before_weight is True" : or_float32(call));
+    check_type(call, call.round_before_weight ? is_q_type : wide, w, NameOf{call.q().scalar_type()}, ", the dtype of q",
+               call.round_before_weight ? ", because round_before_weight is True" : or_float32(call));
   }
   if (v_weight.tensor) {
     const c10::SymInt& v_dim = size(*call.sides[kV].in, -1);

@@ -123,7 +123,8 @@ Tensor side_of(const Call& call, int i, const Pair& angles) {
 Pair norm_gradients(const Call& call, int i, const Pair& angles) {
   const SideTensors& side = call.sides[i];
   const Tensor x = widened(*side.in), w = weights_of(call, i), back = rotated(call, widened(*side.gradient), angles),
-               h = side.factor ? times_factor(back, *side.factor) : back, u = h * w, r = inverse_rms(x, w.dim(), call.norm_eps);
+               h = side.factor ? times_factor(back, *side.factor) : back, u = h * w,
+               r = inverse_rms(x, w.dim(), call.norm_eps);
   const Tensor x_grad = r * (u - r.square() * mean_product(u, x, w.dim()) * x);
   std::vector<int64_t> tokens(x.dim() - w.dim());
   std::iota(tokens.begin(), tokens.end(), 0);

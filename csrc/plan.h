@@ -56,8 +56,8 @@ inline Chunks chunks_of(const Args& p, int vector, bool rest) {
   return {rotated, rotated + (rest ? ceil_div(p.sides[kQ].head_dim - p.rotary_dim, 2 * vector) : 0)};
 }
 
-// Returns whether channels that are not rotated are written too. A norm and a factor scale them; without these they only
-// have to be copied to a result that is not the input itself.
+// Returns whether channels that are not rotated are written too. A norm and a factor scale them; without these they
+// only have to be copied to a result that is not the input itself.
 inline bool writes_rest(const Args& p, bool q_in_place, bool k_in_place) {
   const Side& q = p.sides[kQ];
   return q.norm || q.factor || !q_in_place || ((p.sides[kK].heads || p.sides[kV].heads) && !k_in_place);

@@ -117,8 +117,8 @@ inline void write(Elements<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V
   }
 }
 
-// Returns whether a chunk of a head must be written. Without a norm and a factor, channels in place that are not rotated
-// stay as they are.
+// Returns whether a chunk of a head must be written. Without a norm and a factor, channels in place that are not
+// rotated stay as they are.
 template <int V, typename I>
 inline bool must_write(int side, Chunk<V, I> chunk) {
   return has(k_normalised, side) || has_factor(side) || chunk.rotated || !has(k_in_place, side);

@@ -154,8 +154,7 @@ void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
         const Head<T, ulong> head = head_at(r, sides, token, first + i * walk.head_step);
         if (!head.written || !must_write(head.side, chunk)) continue;
         Numbers<V> weights;
-        if (has(k_weighted, head.side))
-          weights = weights_of<T, V>(r, buffers, head.side, head.index, chunk);
+        if (has(k_weighted, head.side)) weights = weights_of<T, V>(r, buffers, head.side, head.index, chunk);
         finish(r, buffers, token, table_row(r, token), head, chunk, read(head.in, head.in_stride, chunk), scales[i],
                weights, angles);
       }

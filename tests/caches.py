@@ -142,7 +142,9 @@ def check(call):
     rotation = by_token({name: call[name] for name in names if name in call}, positions)
     numbers = {name: call[name] for name in ("norm_eps", "norm_weight_offset") if name in call}
     if "q_norm_weight" in call:
-        of_norm = {name: call[name] for name in ("q_norm_weight", "k_norm_weight", "round_before_weight") if name in call}
+        of_norm = {
+            name: call[name] for name in ("q_norm_weight", "k_norm_weight", "round_before_weight") if name in call
+        }
         rotated = rope.norm_rotate_qk(q, k, **of_norm, **numbers, **rotation, eager_rounding=eager)
     else:
         rotated = rope.rotate_qk(q, k, **rotation, eager_rounding=eager)

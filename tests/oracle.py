@@ -77,7 +77,8 @@ def rotate(
     out[..., first], out[..., second] = a * c - b * s, b * c + a * s
     size[..., first] = size[..., second] = np.hypot(out[..., first], out[..., second])
     if q_factor is not None:
-        factor = numpy_of(q_factor, kind)[..., *[None] * (1 + (q_factor.ndim < 3))]
+        factor = numpy_of(q_factor, kind)
+        factor = (factor if factor.ndim == 3 else factor[..., None])[..., None]
         out, size = out * factor, size * np.abs(factor)
     return out.reshape(x.shape), size.reshape(x.shape)
 

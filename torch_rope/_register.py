@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._C._functorch import is_batchedtensor
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._pytree import tree_leaves
@@ -40,6 +40,7 @@ def _batched(signature: Signature, *args, **kwargs):
         return signature.op(**dict(zip(given, values, strict=True)))
 
     rule, interpreter = functools.partial(_vmap, signature, list(given)), retrieve_current_functorch_interpreter()
+    assert isinstance(interpreter, VmapInterpreter)  # which calls this function
     return custom_function_call_vmap_helper(interpreter, rule, by_position, *given.values())
 
 

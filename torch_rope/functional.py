@@ -459,7 +459,15 @@ def norm_rotate_qk(
         q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
     """
     args = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
-    flags = norm_eps, norm_weight_offset, attention_factor, interleaved, rotary_start, eager_rounding, round_before_weight
+    flags = (
+        norm_eps,
+        norm_weight_offset,
+        attention_factor,
+        interleaved,
+        rotary_start,
+        eager_rounding,
+        round_before_weight,
+    )
     return call("norm_rotate_qk", args, flags, offset, unknown, None if q_factor is None else {"q_factor": q_factor})
 
 
@@ -491,7 +499,15 @@ def norm_rotate_qk_(
     slices of one packed tensor.
     """
     args = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
-    flags = norm_eps, norm_weight_offset, attention_factor, interleaved, rotary_start, eager_rounding, round_before_weight
+    flags = (
+        norm_eps,
+        norm_weight_offset,
+        attention_factor,
+        interleaved,
+        rotary_start,
+        eager_rounding,
+        round_before_weight,
+    )
     call("norm_rotate_qk_", args, flags, offset, unknown, None if q_factor is None else {"q_factor": q_factor})
 
 

@@ -183,7 +183,9 @@ def _rotate_into_cache(call: _Call, m: int) -> list[Placement]:
     _check_norm(call, m, q=("q", "q_out"), k=("k", "k_cache"))
     call.check(m)
     if not call.split_tokens(m):
-        call.split_heads(m, ("q_out", "q", "q_scale", "q_factor"), ("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale"))
+        call.split_heads(
+            m, ("q_out", "q", "q_scale", "q_factor"), ("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale")
+        )
     return []
 
 
@@ -240,7 +242,9 @@ for _signature in operators():
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
         _signature.op,
         functools.partial(_strategy, _signature, _rule),
-        RuntimeSchemaInfo(_keyed_from, ["dtype", "q_out", "q_scale", "k_scale", "v_scale", "v_norm_weight", "q_factor"]),
+        RuntimeSchemaInfo(
+            _keyed_from, ["dtype", "q_out", "q_scale", "k_scale", "v_scale", "v_norm_weight", "q_factor"]
+        ),
     )
 
 

@@ -23,8 +23,9 @@ struct PartRange {
   }
 };
 
-// How a usual kernel reads and writes the heads of its part. GeneralPart has the same functions.
-template <typename K>
+// How a usual kernel reads and writes the heads of its part. GeneralPart has the same functions. by_block: the weights
+// have no offset
+template <typename K, bool by_block>
 struct UsualPart : PartRange<int> {
   using T = typename K::T;
   static constexpr int V = K::V;
@@ -49,7 +50,7 @@ struct UsualPart : PartRange<int> {
       for (int k = 0; k < 2; k++) read_shared<V>(from + chunk.at[k] * V, 1, true, w.of + k * V);
     };
     a.wide_weights ? read(float()) : read(T());
-    for (float& weight : w.of) weight += a.weight_offset;
+    for (int i = 0; i < 2 * V && !by_block; i++) w.of[i] += a.weight_offset;
     return w;
   }
   ROPE_FN void multiply(const UsualToken<K>&, int, Numbers<float, V>&) const {}  // by the factor of a head
@@ -234,7 +235,7 @@ template <typename K>
 __global__ void __launch_bounds__(kThreads, 4)
     heads_backward_kernel(const __grid_constant__ UsualBackwardArgs n, double* sums) {
   wait_for_previous_kernel();
-  take_heads<K>(UsualPart<K>(n), sums);
+  take_heads<K>(UsualPart<K, false>(n), sums);
   let_next_kernel_begin();
 }
 // A bound of 384 threads leaves each 168 registers: 12 warps fit, and not 8. Other types than bfloat16 would spill.
@@ -242,7 +243,7 @@ template <typename K>
 __global__ void __launch_bounds__(std::is_same_v<typename K::T, __nv_bfloat16> ? 384 : kBackwardGroupThreads)
     groups_backward_kernel(const __grid_constant__ UsualBackwardArgs n, double* sums) {
   wait_for_previous_kernel();
-  UsualPart<K> part(n);
+  UsualPart<K, true> part(n);
   take_groups<K, kHeldChannels / (2 * K::V)>(part, sums);
   let_next_kernel_begin();
 }

@@ -108,7 +108,7 @@ inline bool passes_31_bits(const Args& a, const Tiling& t) {
 }
 
 // Returns the rules by which no usual kernel takes a call: whether each holds, and its words. docs/cuda.md quotes them.
-inline std::array<std::pair<bool, const char*>, 19> general_rules(const Args& a, const Plan& plan) {
+inline std::array<std::pair<bool, const char*>, 20> general_rules(const Args& a, const Plan& plan) {
   const Side &q = a.sides[kQ], &k = a.sides[kK], &v = a.sides[kV];
   const Tiling& t = plan.tiling;
   const int size = size_of(a.x_dtype);
@@ -139,8 +139,10 @@ inline std::array<std::pair<bool, const char*>, 19> general_rules(const Args& a,
       {frequencies && !in_run, "the frequencies are not adjacent, or not aligned to 16 bytes"},
       {q.factor != nullptr, "q has a factor"},
       {v.weight != nullptr, "the norm of v has a weight"},
+      {plan.by_block && a.weight_offset != 0, "a thread block takes a group, and weights have an offset"},
       {eager && frequencies, "eager_rounding is used with frequencies"},
-      {eager && (takes_norm(a) ? size != 2 : a.has_cache), "eager_rounding is used with a norm of float32, or with a cache and no norm"},
+      {eager && (takes_norm(a) ? size != 2 : a.has_cache),
+       "eager_rounding is used with a norm of float32, or with a cache and no norm"},
       {a.has_slots && !one_size, "the blocks of a cache are neither adjacent nor of 2^n cells"},
       {t.positions.limited && rope_uint(t.positions.last) >= INT32_MAX, "no position is allowed, or 2^31 of them"},
       {in_bytes && (size != 2 || eager), "results are in 8 bits, and x is float32, or eager_rounding is used"},

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(const __grid_const
 #pragma unroll
   for (int j = 0; j < held; j++) {
     if (j > 0) token.go(rotates, heads[j].head);
-    heads[j].write(token, float(squares[0]), weights[j]);
+    heads[j].template write<true>(token, float(squares[0]), weights[j]);
   }
   let_next_kernel_begin();
 }
@@ -105,8 +105,8 @@ cudaError_t rotate_usually(const Args& a, const Plan& plan, Queue queue) {
   constexpr int F = kFrequencies, C = kCache, CN = kCache | kNorm, B = kBytes, E = kEager;
   UsualArgs args = pack(a, plan.tiling);
   const int norm = takes_norm(a), bytes = args.formats != 0;
-  const int features = F * (a.source == kInvFreq) | C * (norm || a.has_cache) | kNorm * norm | B * bytes |
-                       E * (a.rounding != kOnce);
+  const int features =
+      F * (a.source == kInvFreq) | C * (norm || a.has_cache) | kNorm * norm | B * bytes | E * (a.rounding != kOnce);
   return with_shape(a, plan.tiling, [&](auto shape) {
     using S = decltype(shape);
     if constexpr (S::usual && sizeof(typename S::T) == 2) {

@@ -139,13 +139,12 @@ struct Weights {
       }
     }
   }
-  ROPE_FN Numbers<float, V> numbers(const UsualArgs& a) const {
+  ROPE_FN Numbers<float, V> numbers(bool wide) const {
     Numbers<float, V> n;
     for (int k = 0; k < 2; k++) {
-      for (int i = 0; i < most && a.wide_weights; i++) to_arithmetic(of[k][i], n.of + k * V + 4 * i);
-      if (!a.wide_weights) to_arithmetic(bits_as<Vector<T, 16 / sizeof(T)>>(of[k][0]), n.of + k * V);
+      for (int i = 0; i < most && wide; i++) to_arithmetic(of[k][i], n.of + k * V + 4 * i);
+      if (!wide) to_arithmetic(bits_as<Vector<T, 16 / sizeof(T)>>(of[k][0]), n.of + k * V);
     }
-    for (float& weight : n.of) weight += a.weight_offset;
     return n;
   }
 };
@@ -171,7 +170,8 @@ struct UsualHead {
   }
   ROPE_FN bool normalises(const UsualArgs& a) const { return K::norm && (a.norms >> side & 1); }
 
-  // Normalises, rotates and writes the chunk.
+  // Normalises, rotates and writes the chunk. by_block: the weights have no offset
+  template <bool by_block = false>
   ROPE_FN void write(const UsualToken<K>& t, float squares, const Weights<T, V>& weights) {
     const UsualArgs& a = t.a;
     const bool to_cell = K::cache && side != kQ && a.has_cache;
@@ -184,7 +184,11 @@ struct UsualHead {
       const auto round = [&] { numbers = numbers_of(rounded<T, V>(numbers)); };
       for (float& number : numbers.of) number *= root;
       if (K::eager && a.round_before_weight) round();
-      if (side != kV) numbers = product_of(numbers, weights.numbers(a));
+      if (side != kV) {
+        auto w = weights.numbers(a.wide_weights);
+        for (int i = 0; i < 2 * V && !by_block; i++) w.of[i] += a.weight_offset;
+        numbers = product_of(numbers, w);
+      }
       if (K::eager) round();
     }
     if (rotates) t.rotate(numbers);

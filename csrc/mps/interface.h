@@ -6,30 +6,30 @@
 
 // Function constants: numbers that are fixed for a call and that Metal's compiler knows when it makes a pipeline.
 // X(index, name); the shaders see each of them as k_name. A set of sides has bit 1 << s if it has side s.
-#define ROPE_CONSTANTS(X)                                                                                    \
-  X(0, tensors) /* 1: x. 2: q and k. 3: q, k and v, and k and v go into caches */                            \
-  X(1, interleaved)                                                                                          \
-  X(2, inverse)                                                                                              \
-  X(3, source) /* AngleSource */                                                                             \
-  X(4, scaled) /* attention_factor is not 1 */                                                               \
-  X(5, split_inv_freq)                                                                                       \
-  X(6, rounding)        /* Rounding */                                                                       \
-  X(7, position_bytes)  /* size of a position; 0: there is no tensor of positions */                         \
-  X(8, slot_bytes)      /* size of a slot; 0: there are no slots */                                          \
-  X(9, vectors)         /* neighbouring channels of a head are read and written as one vector */             \
-  X(10, table_vectors)  /* cos and sin are read as vectors of four elements */                               \
-  X(11, weight_vectors) /* so are the norm's weights */                                                      \
-  X(12, native_tables)  /* cos and sin have the dtype of x; otherwise they are float */                      \
-  X(13, native_weights) /* the sides whose weights have the dtype of x; the others are float */              \
-  X(14, in_place)       /* the sides that are written where they are read */                                 \
-  X(15, quantised)      /* the sides that are written as int8 */                                             \
-  X(16, normalised)     /* the sides that are normalised */                                                  \
-  X(17, all_heads)      /* the norm of q and k is over all heads of a token */                               \
-  X(18, v_apart)        /* v has another head_dim than k, and is not in the list of heads */                 \
-  X(19, lanes)          /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
-  X(20, position_dtype) /* DType of the positions that cos_sin takes */                                      \
-  X(21, weighted)       /* the sides whose norm has weights */                                               \
-  X(22, factor)         /* q has a factor */                                                                 \
+#define ROPE_CONSTANTS(X)                                                                                         \
+  X(0, tensors) /* 1: x. 2: q and k. 3: q, k and v, and k and v go into caches */                                 \
+  X(1, interleaved)                                                                                               \
+  X(2, inverse)                                                                                                   \
+  X(3, source) /* AngleSource */                                                                                  \
+  X(4, scaled) /* attention_factor is not 1 */                                                                    \
+  X(5, split_inv_freq)                                                                                            \
+  X(6, rounding)             /* Rounding */                                                                       \
+  X(7, position_bytes)       /* size of a position; 0: there is no tensor of positions */                         \
+  X(8, slot_bytes)           /* size of a slot; 0: there are no slots */                                          \
+  X(9, vectors)              /* neighbouring channels of a head are read and written as one vector */             \
+  X(10, table_vectors)       /* cos and sin are read as vectors of four elements */                               \
+  X(11, weight_vectors)      /* so are the norm's weights */                                                      \
+  X(12, native_tables)       /* cos and sin have the dtype of x; otherwise they are float */                      \
+  X(13, native_weights)      /* the sides whose weights have the dtype of x; the others are float */              \
+  X(14, in_place)            /* the sides that are written where they are read */                                 \
+  X(15, quantised)           /* the sides that are written as int8 */                                             \
+  X(16, normalised)          /* the sides that are normalised */                                                  \
+  X(17, all_heads)           /* the norm of q and k is over all heads of a token */                               \
+  X(18, v_apart)             /* v has another head_dim than k, and is not in the list of heads */                 \
+  X(19, lanes)               /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
+  X(20, position_dtype)      /* DType of the positions that cos_sin takes */                                      \
+  X(21, weighted)            /* the sides whose norm has weights */                                               \
+  X(22, factor)              /* q has a factor */                                                                 \
   X(23, round_before_weight) /* with eager rounding: that of Args */
 
 // The buffers of the kernels that rotate. X(type, name, number, present): kBuffer<number> is the number of the buffer,

@@ -97,7 +97,7 @@ class Norm(NamedTuple):
     kind: type
     shapes: tuple[torch.Size, ...]  # of the weights of q and k
     eps: str  # the name of its attribute
-    plus_one: bool  # True if it multiplies by 1 + weight (Gemma)
+    offset: float  # is added to the weights: 1 if the norm multiplies by 1 + weight (Gemma)
 
     def are(self, q_norm: nn.Module, k_norm: nn.Module) -> bool:
         """Returns whether two norms are of this kind, with the same eps."""
@@ -110,8 +110,7 @@ class Norm(NamedTuple):
     def weight_of(self, module: Any, x: Tensor) -> Tensor:
         """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
         w: Tensor = module.weight
-        w = w.float() if self.plus_one or w.dtype != x.dtype else w
-        w = 1.0 + w if self.plus_one else w
+        w = w.float() if w.dtype != x.dtype else w
         return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
 
 
@@ -126,7 +125,7 @@ def norm_of(norms: Sequence[nn.Module]) -> Norm | str:
     known &= kind.__call__ is nn.Module.__call__ and [(n, p.dim()) for n, p in parameters] == [("weight", 1)] * 2
     if not known or len(norms) != 2 or len(eps) != 1:
         return others
-    norm = Norm(kind, tuple(p.shape for _, p in parameters), eps[0], any("1.0" in said(f) for f in methods))
+    norm = Norm(kind, tuple(p.shape for _, p in parameters), eps[0], float(any("1.0" in said(f) for f in methods)))
     return norm if norm.are(q_norm, k_norm) else others
 
 

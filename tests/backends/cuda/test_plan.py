@@ -63,6 +63,7 @@ class Call:
     quantised: tuple = (False, False)  # the caches of k and v
     factor: bool = False  # of q
     weight_v: bool = False  # of the norm of v
+    weight_offset: bool = False
     rounding: int = 0  # Rounding in csrc/args.h
     offset: int = 0
     scale_stride: int = 0
@@ -87,7 +88,15 @@ class Call:
 
         tables = [t if t.dim() == 4 else t.unsqueeze(-2).expand(len(t), 2, -1) for t in self.tables or ()]
         by_head = tables and self.tables[0].dim() == 4
-        flags = (self.norm, self.over_heads, self.norm_v, *self.quantised, self.factor, self.weight_v)
+        flags = (
+            self.norm,
+            self.over_heads,
+            self.norm_v,
+            *self.quantised,
+            self.factor,
+            self.weight_v,
+            self.weight_offset,
+        )
         return (
             ORDER.index(self.q.dtype),
             (*self.q.shape[:2], self.head_dim, self.rotary_dim, self.rotary_start, self.v_dim),
@@ -281,6 +290,7 @@ USUAL = [
     {"rounding": 1},
     {"norm": True, "norm_v": True, "v": (2, 128)},
     {"norm": True, "rounding": 2, "v": (2, 128)},
+    {"norm": True, "weight_offset": True, "inv_freq": FREQ},
     {"norm": True, "rounding": 1, "over_heads": True},
     {"v": (2, 128), "cached": BYTES, "block_size": 16},
     {"v": (2, 128), "block_size": 24, "slots": None},
@@ -323,6 +333,10 @@ GENERAL = {  # calls that meet a rule of general_rules() in csrc/cuda/rotate_pla
     ],
     "q has a factor": [{"factor": True}],
     "the norm of v has a weight": [{"norm": True, "norm_v": True, "weight_v": True, "v": (2, 128)}],
+    "a thread block takes a group, and weights have an offset": [
+        {"norm": True, "weight_offset": True, "q": (2, 7, 8, 1024)},
+        {"norm": True, "weight_offset": True, "over_heads": True},
+    ],
     "eager_rounding is used with frequencies": [{"inv_freq": FREQ, "rounding": 1}],
     "eager_rounding is used with a norm of float32, or with a cache and no norm": [
         {"rounding": 1, "v": (2, 128)},

@@ -38,13 +38,13 @@ NAMES -= {"Blt", "Fuyu", "Gemma4Assistant", "Gemma4UnifiedAssistant", "Phi4Multi
 NAMES -= {"Inkling2", "Jamba", "NemotronH"}  # whose text is not rotated
 
 
-def made(name):
+def made(name, **changes):
     cls = getattr(transformers, f"{name}ForCausalLM")
     config, known = cls.config_class, cls.config_class.__dataclass_fields__
     sizes = SMALL | MOE | MLA | MORE | {"num_key_value_heads": 4 if "kv_lora_rank" in known else 2}
     sizes = {n if n in known else config.attribute_map.get(n): v for n, v in sizes.items()}
     torch.manual_seed(0)
-    config = config(**{n: v for n, v in sizes.items() if n in known} | CHANGES.get(name, {}))
+    config = config(**{n: v for n, v in sizes.items() if n in known} | CHANGES.get(name, {}) | changes)
     model = cls._from_config(config, attn_implementation="eager").eval()
     for n, p in model.named_parameters():
         if "norm" in n and p.dim() == 1:

@@ -94,7 +94,7 @@ def _forward_of(own: Callable, like: FunctionType, state: tuple, rotary: Rotary,
         tables, flags, weights = (found[0].cos, found[0].sin), found[0].flags, ()
         if norm:
             weights = norm.weight_of(self.q_norm, q), norm.weight_of(self.k_norm, k)
-            flags = flags | {"norm_eps": getattr(self.q_norm, norm.eps)}
+            flags = flags | {"norm_eps": getattr(self.q_norm, norm.eps), "norm_weight_offset": norm.offset}
         # An exported program may run with gradients, with which the operator does not write.
         if type(cache) is StaticCache and not (torch.is_grad_enabled() or torch.compiler._is_exporting_flag):
             # The result of a projection may be held elsewhere, unless the projection is PyTorch's own.

@@ -28,7 +28,16 @@ void* set(const Given<n>& given, rope_int* strides) {
 }
 
 // What a call has. Without kOverHeads, kNorm normalises each head.
-enum Features { kNorm = 1, kOverHeads = 2, kNormV = 4, kQuantisedK = 8, kQuantisedV = 16, kFactor = 32, kWeightV = 64 };
+enum Features {
+  kNorm = 1,
+  kOverHeads = 2,
+  kNormV = 4,
+  kQuantisedK = 8,
+  kQuantisedV = 16,
+  kFactor = 32,
+  kWeightV = 64,
+  kOffset = 128
+};
 
 Args args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Tensors, 3>& qkv,
           const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<4>& cos,
@@ -56,6 +65,7 @@ Args args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std
   static const float number = 1;
   if (features & kFactor) a.sides[kQ].factor = &number;
   if (features & kWeightV) a.sides[kV].weight = &number;
+  a.weight_offset = features & kOffset ? 1 : -0.0;
   a.wide_positions = a.wide_slots = true;
   a.factor_hi = 1, a.offset = offset;
   return a;
