@@ -338,7 +338,7 @@ def rotate_qk(
     Differentiable like :func:`rotate`, and in q_factor. The gradients of cos, sin and inv_freq are sums over the heads of
     q and of k. If only one of q and k requires grad, only its result does.
 
-    Without q_factor equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit.
+    Equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit if there is no q_factor.
 
     Example::
 
@@ -374,7 +374,7 @@ def rotate_qk_(
     The arguments are those of :func:`rotate_qk`, and the errors those of :func:`rotate_`. q and k may be slices of one
     packed qkv tensor. Their elements must not share memory with each other or with another argument.
 
-    Without q_factor equivalent to ``rotate_(q, ...); rotate_(k, ...)``, bit for bit.
+    Equivalent to ``rotate_(q, ...); rotate_(k, ...)``, bit for bit if there is no q_factor.
 
     Example::
 
@@ -497,6 +497,8 @@ def norm_rotate_qk_(
 
     The arguments are those of :func:`norm_rotate_qk`, and the errors are also those of :func:`rotate_`. q and k may be
     slices of one packed tensor.
+
+    Equivalent to ``q_new, k_new = norm_rotate_qk(q, k, ...); q.copy_(q_new); k.copy_(k_new)``.
     """
     args = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
     flags = (

@@ -82,6 +82,8 @@ def tensors(device):
         made[f"{name}_scale"] = torch.rand(KV_HEADS, device=device) + 0.1
         made[f"{name}_scale.one"] = torch.rand(1, device=device) + 0.1
     made |= {"q_out.int8": made["q_out"].to(torch.int8), "q_scale": torch.rand(HEADS, device=device) + 0.1}
+    made |= {"q_factor": torch.rand(SEQ, device=device) + 0.5, "v_norm_weight": torch.rand(HEAD_DIM, device=device)}
+    made["q_factor.heads"] = torch.rand(BATCH, SEQ, HEADS, device=device) + 0.5
     made["positions.axes"] = torch.randint(0, 16, (2, BATCH, SEQ), device=device)
     made["inv_freq.axes"] = torch.stack([inv_freq, inv_freq / 3])
     slots = torch.randperm(BATCH * 16, device=device)[: BATCH * SEQ]
@@ -142,10 +144,14 @@ rotate_qk q=R|0|2|2|R|2|1 k=R|0|2|R|2|P|1 inv_freq=R positions=R|R|R|R|R|R|1
 rotate_qk q=R|0|2|2|R|1|0 k=R|0|2|R|2|1|R cos=R sin=R positions=R|R|R|R|R|1|0
 rotate_qk q=1|0|2|R|1 k=1|0|R|0|R cos.token=1|0|R|R|1 sin.token=1|0|R|R|1
 rotate_qk q=02|02|12|11|01|01|00|22|P2 k=02|0R|1R|11|01|R1|00|2R|RP positions=0R|RR|1R|11|01|R1|0R|RR|RR inv_freq=RR
-rotate_qk_ q=R|0|2|2|1 k=R|0|2|R|1 inv_freq=R positions=R|R|R|R|1
+rotate_qk q=R|0|2|1|P k=R|0|R|1|R inv_freq=R positions=R|R|R|1|R q_factor=R|R|R|0|R
+rotate_qk_ q=R|0|2|2|1 k=R|0|2|R|1 inv_freq=R positions=R|R|R|R|1 q_factor.heads=R|0|2|2|1
 rotate_qk_ q=02|11|22 k=02|11|2R positions=0R|11|RR inv_freq=RR
 norm_rotate_qk q=R|0|2|2|1 k=R|0|2|R|1 q_norm_weight=R k_norm_weight=R inv_freq=R positions=R|R|R|R|1
 norm_rotate_qk q=R|0|1|R k=R|R|1|0 q_norm_weight.heads=R k_norm_weight.heads=R inv_freq=R positions=R|R|1|R
+norm_rotate_qk q=R|0|2|1 k=R|0|R|1 q_norm_weight=R k_norm_weight=R inv_freq=R positions=R|R|R|1 q_factor.heads=R|0|2|1
+norm_rotate_qk_ q=R|0|2|1 k=R|0|R|1 q_norm_weight=R k_norm_weight=R inv_freq=R positions=R|R|R|1 q_factor=R|R|R|0
+rotate_into_cache_ q=R|2|0 k=R|R|0 v=R|2|0 k_cache=R|R|0 v_cache=R|2|0 inv_freq=R v_norm_weight=R q_factor.heads=R|2|0
 rotate_into_cache_ q=R|0|2|2 k=R|0|2|R v=R|R|2|R k_cache=R|0|2|R v_cache=R|0|2|2 inv_freq=R positions=R|R|R|R
 rotate_into_cache_ q=R|0|0 k=R|0|R v=R|R|0 k_cache=R|0|0 v_cache=R|0|0 cos.token=R|R|0 sin.token=R|0|R positions=R|0|R
 rotate_into_cache_ q=0|2 k=0|2 v=0|2 k_cache=0|2 v_cache=0|2 cos.one=R sin.one=R positions.one=R
@@ -167,8 +173,11 @@ rotate_qk q=0|1|0 k=1|R|P inv_freq=R positions=R|R|R
 rotate_qk q=1 k=1 inv_freq=R
 rotate_qk q=12|11|00 k=12|11|00 positions=11|1R|R0 inv_freq=RR
 rotate_qk_ q=0|R k=R|0 inv_freq=R
+rotate_qk q=1|2|0|R k=1|R|0|R inv_freq=R positions=1|R|R|R q_factor.heads=R|R|R|P
+norm_rotate_qk_ q=P|1 k=R|1 q_norm_weight=R k_norm_weight=R inv_freq=R positions=R|1 q_factor=R|R
 norm_rotate_qk q=P|R|R k=R q_norm_weight=R|0|R k_norm_weight=R|R|P inv_freq=R
 norm_rotate_qk q=2|R|R k=R|2|R q_norm_weight.heads=R|R|0 k_norm_weight.heads=R inv_freq=R
+rotate_into_cache_ q=R k=R v=R k_cache=R v_cache=R inv_freq=R v_norm_weight=0
 rotate_into_cache_ q=0|0|0|R|R|P k=0|0|R|R|2|R v=0|0|R|R|R|R k_cache=R|0|0|2|R|R v_cache=R|R|R|1|R|R inv_freq=R
 rotate_into_cache_ q=0 k=0 v=0 k_cache=0|R v_cache=0|R inv_freq=R slots=R|0
 rotate_into_cache_ q=1 k=1 v=1 k_cache=R v_cache=R inv_freq=R positions=1
@@ -189,7 +198,8 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]  # gradients call th
 
 def call(op, arguments):
     """Calls an operator. Returns a tuple of results."""
-    results = getattr(ops, op)(**{name.split(".")[0]: a for name, a in arguments.items()})
+    flags = {"norm_v": True} if "v_norm_weight" in arguments else {}
+    results = getattr(ops, op)(**{name.split(".")[0]: a for name, a in arguments.items()}, **flags)
     return results if isinstance(results, tuple) else () if results is None else (results,)
 
 

@@ -178,9 +178,11 @@ def test_every_public_name_has_a_docstring_and_every_function_names_its_equivale
 def test_schemas_and_public_names_do_not_change():
     """Graphs that users have exported contain these schemas."""
     source = "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, "
-    start, newer = ", int rotary_start=0", ", int rotary_start=0, bool eager_rounding=False"
-    angles = source + "*, float attention_factor=1., bool interleaved=False, bool inverse=False" + newer
-    norm = "float norm_eps=9.9999999999999995e-07, float attention_factor=1., bool interleaved=False"
+    newer, before = ", int rotary_start=0, bool eager_rounding=False", ", bool round_before_weight=False"
+    pairs, q_factor = "float attention_factor=1., bool interleaved=False", "Tensor? q_factor=None"
+    angles, offset = f"{source}*, {pairs}, bool inverse=False{newer}", "float norm_weight_offset=0."
+    eps = "float norm_eps=9.9999999999999995e-07"
+    norm = f"Tensor q_norm_weight, Tensor k_norm_weight, {source}*, {eps}, {offset}, {q_factor}, {pairs}{newer}{before}"
     cos_sin = "(Tensor positions, Tensor inv_freq, *, float attention_factor=1., ScalarType? dtype=None) "
     cos_sin += "-> (Tensor cos, Tensor sin)"
     schemas = {
@@ -188,13 +190,14 @@ def test_schemas_and_public_names_do_not_change():
         "axial_cos_sin": cos_sin,
         "rotate": f"(Tensor x, {angles}) -> Tensor",
         "rotate_": f"(Tensor(a!) x, {angles}) -> ()",
-        "rotate_qk": f"(Tensor q, Tensor k, {angles}) -> (Tensor, Tensor)",
-        "rotate_qk_": f"(Tensor(a!) q, Tensor(b!) k, {angles}) -> ()",
-        "norm_rotate_qk": f"(Tensor q, Tensor k, Tensor q_norm_weight, Tensor k_norm_weight, {source}"
-        f"*, {norm}{start}) -> (Tensor, Tensor)",
+        "rotate_qk": f"(Tensor q, Tensor k, {angles}, {q_factor}) -> (Tensor, Tensor)",
+        "rotate_qk_": f"(Tensor(a!) q, Tensor(b!) k, {angles}, {q_factor}) -> ()",
+        "norm_rotate_qk": f"(Tensor q, Tensor k, {norm}) -> (Tensor, Tensor)",
+        "norm_rotate_qk_": f"(Tensor(a!) q, Tensor(b!) k, {norm}) -> ()",
         "rotate_into_cache_": f"(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, {source}"
         "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
-        f"Tensor? v_scale=None, Tensor(d!)? q_out=None, Tensor? q_scale=None, {norm}, bool norm_v=False{newer}) -> ()",
+        f"Tensor? v_scale=None, Tensor(d!)? q_out=None, Tensor? q_scale=None, {eps}, {pairs}, bool norm_v=False{newer}, "
+        f"Tensor? v_norm_weight=None, {offset}, {q_factor}{before}) -> ()",
     }
     for name, schema in schemas.items():
         assert str(getattr(torch.ops.rope, name).default._schema) == f"rope::{name}{schema}"

@@ -10,8 +10,8 @@ from cases import ROOT, needed
 
 transformers = needed("transformers")
 
+from language_models import made  # noqa: E402
 from models import tokens  # noqa: E402
-from test_fused_families import made  # noqa: E402
 
 import torch_rope  # noqa: E402
 
