@@ -96,7 +96,9 @@ Tensor mean_product(const Tensor& a, const Tensor& b, int64_t dims) {
 Tensor inverse_rms(const Tensor& x, int64_t dims, double eps) { return (mean_product(x, x, dims) + eps).rsqrt(); }
 
 Tensor weights_of(const Call& call, int i) {
-  return call.sides[i].weight->to(at::toOpMathType(call.q().scalar_type())) + call.norm_weight_offset;
+  const Tensor& weight = *call.sides[i].weight;
+  if (call.norm_weight_offset == 0) return widened(weight);
+  return weight.to(at::toOpMathType(call.q().scalar_type())) + call.norm_weight_offset;
 }
 
 // Returns q, k or v after its norm.

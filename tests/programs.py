@@ -18,7 +18,7 @@ LENGTH = 64  # rows of a table, and cells in each block of a cache
 IN_PLACE = [op for op in OPERATORS if schema_of(op).is_mutable]
 FUNCTIONAL = [op for op in OPERATORS if not schema_of(op).is_mutable]
 ROTATING = [op for op in IN_PLACE + FUNCTIONAL if "offset" in arguments_of(op)]
-OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
+OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "norm_rotate_qk_", "rotate_into_cache_"]
 
 
 def call_of(op, device, source="table", seq=6, batch=2, **more):

@@ -139,12 +139,15 @@ struct Weights {
       }
     }
   }
-  ROPE_FN Numbers<float, V> numbers(bool wide) const {
+  // by_block: a thread block takes a group. Then weights have no offset.
+  template <bool by_block>
+  ROPE_FN Numbers<float, V> numbers(const UsualArgs& a) const {
     Numbers<float, V> n;
     for (int k = 0; k < 2; k++) {
-      for (int i = 0; i < most && wide; i++) to_arithmetic(of[k][i], n.of + k * V + 4 * i);
-      if (!wide) to_arithmetic(bits_as<Vector<T, 16 / sizeof(T)>>(of[k][0]), n.of + k * V);
+      for (int i = 0; i < most && a.wide_weights; i++) to_arithmetic(of[k][i], n.of + k * V + 4 * i);
+      if (!a.wide_weights) to_arithmetic(bits_as<Vector<T, 16 / sizeof(T)>>(of[k][0]), n.of + k * V);
     }
+    for (int i = 0; i < 2 * V && !by_block; i++) n.of[i] += a.weight_offset;
     return n;
   }
 };
@@ -170,7 +173,7 @@ struct UsualHead {
   }
   ROPE_FN bool normalises(const UsualArgs& a) const { return K::norm && (a.norms >> side & 1); }
 
-  // Normalises, rotates and writes the chunk. by_block: the weights have no offset
+  // Normalises, rotates and writes the chunk.
   template <bool by_block = false>
   ROPE_FN void write(const UsualToken<K>& t, float squares, const Weights<T, V>& weights) {
     const UsualArgs& a = t.a;
@@ -184,11 +187,7 @@ struct UsualHead {
       const auto round = [&] { numbers = numbers_of(rounded<T, V>(numbers)); };
       for (float& number : numbers.of) number *= root;
       if (K::eager && a.round_before_weight) round();
-      if (side != kV) {
-        auto w = weights.numbers(a.wide_weights);
-        for (int i = 0; i < 2 * V && !by_block; i++) w.of[i] += a.weight_offset;
-        numbers = product_of(numbers, w);
-      }
+      if (side != kV) numbers = product_of(numbers, weights.template numbers<by_block>(a));
       if (K::eager) round();
     }
     if (rotates) t.rotate(numbers);

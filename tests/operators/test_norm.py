@@ -241,6 +241,43 @@ def test_derivatives_of_eager_rounding_are_those_of_one_rounding(device):
     cases.assert_same(*found)
 
 
+# ---- layers without k, which share a cache, and without rotation ----
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 0])
+@pytest.mark.parametrize("over_heads", [False, True])
+@pytest.mark.parametrize("source", [Source("table", offset=3), Source("head"), Source("inv_freq", offset=-2)], ids=str)
+def test_q_has_the_same_bits_without_k(source, over_heads, rotary_dim, device):
+    """In every operator, and so have its gradients. Without rotation, rotary_dim is 0; norm and factor stay."""
+    size, factor = (2, 5, 3, 2, 24, rotary_dim), {"q_factor": "[B,S]", "norm_weight_offset": 1.0}
+    tensors, options = make_norm(device, size=size, source=source, over_heads=over_heads, **factor)
+    plain = {name: a for name, a in options.items() if name != "norm_weight_offset"}
+    results = []
+    for heads in (tensors[1].shape[-2], 0):
+        q, k, q_weight, k_weight = tensors
+        k, k_weight = k[..., :heads, :], k_weight[:heads] if over_heads else k_weight
+        leaves = [t.detach().requires_grad_() for t in (q, q_weight)]
+        out, k_out = norm_rotate_qk(leaves[0], k, leaves[1], k_weight, **options)
+        found = [out, *torch.autograd.grad(out, leaves, out.detach()), rope.rotate_qk(q, k, **plain)[0]]
+        in_place, cache = [q.clone() for _ in range(3)], torch.zeros(2, 8, *tensors[1].shape[-2:], device=device)
+        rope.rotate_qk_(in_place[0], k.clone(), **plain)
+        rope.norm_rotate_qk_(in_place[1], k.clone(), q_weight, k_weight, **options)
+        norms, cells = (
+            {"q_norm_weight": q_weight, "k_norm_weight": k_weight},
+            torch.arange(10, device=device).view(2, 5),
+        )
+        cells = {} if source.kind == "head" or "offset" not in options else {"slots": cells}
+        rope.rotate_into_cache_(
+            in_place[2], k, tensors[1], cache[:, :, :heads].clone(), cache, **options, **norms, **cells
+        )
+        results.append([*found, *in_place, cache])
+        assert k_out.shape == k.shape
+    cases.assert_same(*results)
+    assert torch.equal(results[0][0], results[0][-2]) and cache.any()
+    if rotary_dim == 0:
+        assert torch.equal(results[0][3], q * options["q_factor"][..., None, None])
+
+
 # ---- corners ----
 
 

@@ -44,7 +44,9 @@ def test_compiled_values_are_eager_values(device):
     by_head = cos[positions][:, :, None].expand(-1, -1, HEADS, -1), torch.rand(2, 6, HEADS, 2, device=device)
     freq, (q_weight, k_weight) = torch_rope.inv_freq(DIM, device=device), norm_weights(device)
     k_weight = k_weight.bfloat16()
-    norm = {"norm_eps": 0.1, "attention_factor": 1.3, "interleaved": True}
+    norm = {"norm_eps": 0.1, "attention_factor": 1.3, "interleaved": True, "norm_weight_offset": 1.0}
+    eager = {"eager_rounding": True, "round_before_weight": True, "q_factor": torch.rand(2, 6, device=device)}
+    own = q_weight.bfloat16(), k_weight
     calls = {
         "interleaved": lambda q, k: rope.rotate(q, cos, sin, interleaved=True),
         "transposed": lambda q, k: rope.rotate(q.transpose(1, 2), cos, sin, offset=3).transpose(1, 2),
@@ -53,7 +55,11 @@ def test_compiled_values_are_eager_values(device):
         "rotary_start": lambda q, k: rope.rotate_qk(q, k, cos, sin, rotary_start=3, eager_rounding=True),
         "by head": lambda q, k: rope.rotate(q, *by_head),
         "norm": lambda q, k: rope.norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, None, positions, **norm),
+        "eager norm": lambda q, k: rope.norm_rotate_qk(
+            q, k, *own, cos.bfloat16(), sin.bfloat16(), None, positions, **eager
+        ),
         "cos_sin": lambda q, k: rope.cos_sin(positions, freq, attention_factor=1.3, dtype=torch.float16),
+        "norm in place": lambda q, k: rope.norm_rotate_qk_(q, k, q_weight, k_weight, inv_freq=freq),
         "in place": lambda q, k: rope.rotate_qk_(q, k, inv_freq=freq),
     }
     function = lambda *tensors: [call(*tensors) for call in calls.values()]  # noqa: E731
@@ -69,8 +75,12 @@ def test_compiled_values_are_eager_values(device):
 def test_the_compiled_norm_is_one_call_forward_and_one_backward(device):
     """This holds at every length and offset. q, k and their weights have the gradients of eager, bit for bit."""
     cos, sin = tables(device, rotary_dim=4)
-    options = {"norm_eps": 0.1, "attention_factor": 1.2, "interleaved": True}
-    function = lambda *t: rope.norm_rotate_qk(*t[:-1], cos, sin, offset=t[-1], **options)  # noqa: E731
+    options = {"norm_eps": 0.1, "attention_factor": 1.2, "interleaved": True, "norm_weight_offset": 1.0}
+
+    def function(*t):  # with a factor that depends on the length
+        factor = 1 + t[0].new_ones(t[0].shape[1]).cumsum(0) / 8
+        return rope.norm_rotate_qk(*t[:-1], cos, sin, offset=t[-1], q_factor=factor, **options)
+
     graphs = AotEagerAndRecordGraphs()
     program = compiled(function, device, graphs, dynamic=True)
     for seq, offset in ((6, 2), (9, 5), (4, 30)):

@@ -111,7 +111,7 @@ def test_fake_strides_are_real_strides(layout, device):
     x, freq = STRIDES[layout](device).zero_(), torch_rope.inv_freq(2, device=device)
     dense, weight = x.contiguous(), torch.ones(x.shape[-1], device=device)
     rotated = {"q": x, "k": dense, "inv_freq": freq}
-    norm = rotated | {"q_norm_weight": weight, "k_norm_weight": weight}
+    norm = rotated | {"q_norm_weight": weight, "k_norm_weight": weight, "norm_weight_offset": 1.0}
     opcheck("rotate", {"x": x, "inv_freq": freq}, device, trace=False)
     opcheck("rotate_qk", rotated, device, trace=False)
     opcheck("norm_rotate_qk", norm, device, trace=False)
