@@ -31,7 +31,10 @@ _OPERATORS = {signature.name: signature for signature in operators()}
 
 @functools.lru_cache(maxsize=1024)
 def _not_default(name: str, flags: tuple) -> dict[str, Any]:
-    """Returns the flags of an operator that do not have their default value, by name."""
+    """Returns the flags of an operator that do not have their default value, by name. Raises TypeError if one is a tensor,
+    whose value may change, or a number that depends on a dynamic size."""
+    if any(isinstance(flag, Tensor) for flag in flags):
+        raise TypeError
     operator = _OPERATORS[name]
     each = zip(operator.flags, flags, operator.defaults, strict=True)
     return {name: flag for name, flag, default in each if flag != default and (flag or default)}  # None is False
@@ -61,12 +64,16 @@ def call(
     is_checked = compiles or unknown or (unusual and (isinstance(offset, Tensor) or any(map(is_learned, flags))))
     if is_checked and (mistake := mistake_in(operator, args, flags, unknown, tensors)) is not None:
         raise mistake
+    given = tensors or {}
     try:
-        if compiles:  # torch cannot compare a flag that depends on a dynamic size
-            return operator.op(*args, **dict(zip(operator.flags, flags, strict=True)), **tensors or {})
-        if flags != operator.defaults:
-            tensors = _not_default(name, flags) | tensors if tensors else _not_default(name, flags)
-        return operator.function(*args, **tensors) if tensors else operator.function(*args)
+        try:
+            if not compiles and flags != operator.defaults:
+                given = _not_default(name, flags) | given if given else _not_default(name, flags)
+        except TypeError:
+            compiles = True  # or exports
+        if compiles:
+            return operator.op(*args, **given, **dict(zip(operator.flags, flags, strict=True)))
+        return operator.function(*args, **given) if given else operator.function(*args)
     except (RuntimeError, ValueError):
         if (mistake := mistake_in(operator, args, flags, unknown, tensors)) is not None:
             raise mistake from None

@@ -42,7 +42,8 @@ def test_the_functions_have_the_arguments_of_the_schemas(op):
 def test_the_functions_pass_every_argument(op, monkeypatch):
     calls = []
     [signature] = [s for s in _signatures.operators() if s.name == op]
-    monkeypatch.setattr(signature, "op", lambda *args, **kwargs: calls.append((args, kwargs)))
+    for name in ("op", "function"):
+        monkeypatch.setattr(signature, name, lambda *args, **kwargs: calls.append((args, kwargs)))
     positional = {name: object() for name, by_keyword, _ in arguments_of(op) if not by_keyword}
     defaults = {name: default for name, by_keyword, default in arguments_of(op) if by_keyword}
     for name in defaults:
