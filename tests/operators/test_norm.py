@@ -86,7 +86,9 @@ def test_long_sums_are_accurate(number, dtype, head_dims, heads, k_heads, over_h
     """Some heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
     size = (1, 5, heads, k_heads, *[head_dims[number]] * 2)
     source, weights = Source("head") if heads == k_heads else SOURCES[1], {"q_weight": "own", "k_weight": "own"}
-    tensors, angles = make_norm(device, size=size, source=source, dtype=dtype, over_heads=over_heads, **weights)
+    tensors, angles = make_norm(
+        device, size=size, source=source, dtype=dtype, over_heads=over_heads, norm_weight_offset=1.0, **weights
+    )
     if over_heads:
         tensors[0][..., ::2, :] = 1.2345
     else:
@@ -206,7 +208,7 @@ def rotate_half(x):
 @pytest.mark.parametrize("norm", MODELS, ids=lambda norm: norm.__name__)
 def test_a_model_in_plain_operators_differs_in_one_of_10000_elements(norm, dtype, device):
     """A norm sums the squares in another order, so that 1 / rms may be the next float32: then a product that lies near
-    the middle of two numbers is rounded to the other one. q has a factor, which multiplies what is rounded."""
+    the middle of two numbers is rounded to the other one. A factor of q multiplies what is rounded."""
     differ, total, flags = 0, 0, MODELS[norm]
     sizes = [(64, 1), (80, 30), (96, 1), (128, 60), (256, 20)]
     dtypes = [(dtype, dtype), (dtype, torch.float32), *([(torch.float32, dtype)] if norm is not llama else [])]
@@ -215,13 +217,14 @@ def test_a_model_in_plain_operators_differs_in_one_of_10000_elements(norm, dtype
         q, k = (torch.randn(2, seq, heads, head_dim).to(dtype) for heads in (8, 3))
         weights = [(torch.rand(*x.shape[-2:][not over_heads :]) + 0.3).to(of_weight) for x in (q, k)]
         tables = reference.cos_sin(torch.arange(40, 40 + seq), torch_rope.inv_freq(head_dim), dtype=of_tables)
-        factor, angles, expected = torch.rand(seq) + 0.5, [t[None] for t in tables], []
+        angles, expected, factor = [t[None] for t in tables], [], None if of_weight == of_tables else torch.rand(seq)
         for x, w in zip((q, k), weights, strict=True):
             x, (cos, sin) = norm(x, w, 1e-6), (torch.cat([t, t], -1).unsqueeze(2) for t in angles)
             expected.append((x * cos + rotate_half(x) * sin).to(dtype))
-        expected[0] = (expected[0] * factor[:, None, None]).to(dtype)
+        if factor is not None:
+            expected[0], factor = (expected[0] * factor[:, None, None]).to(dtype), factor.to(device)
         given = [t.to(device) for t in (q, k, *weights, *angles)]
-        outs = norm_rotate_qk(*given, **flags, eager_rounding=True, q_factor=factor.to(device))
+        outs = norm_rotate_qk(*given, **flags, eager_rounding=True, q_factor=factor)
         for out, e in zip(map(torch.Tensor.cpu, outs), expected, strict=True):
             magnitude = e.double().unflatten(-1, (2, -1)).norm(dim=-2).repeat(1, 1, 1, 2)
             error = (out.double() - e.double()).abs() / torch.from_numpy(ulp(magnitude.numpy(), dtype))
