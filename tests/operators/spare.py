@@ -79,3 +79,10 @@ if __name__ == "__main__":
             assert [out.stride() for out in outs[0]] == [out.stride() for out in outs[1]]
             for found, expected in (*zip(*outs, strict=True), *zip(*gradients, strict=True)):
                 assert_close(found, expected)
+    # In bfloat16, almost all elements of a norm that rounds as a model does have the bits of the kernels.
+    given = {"dtype": torch.bfloat16, "q_weight": "own", "k_weight": "own", "tables": "dtype of x", "q_factor": "[S]"}
+    for before in False, True:
+        call = make("norm_rotate_qk", **given, eager_rounding=True, round_before_weight=before, norm_weight_offset=1.0)
+        outs = torch.ops.rope.norm_rotate_qk(**tree_map_only(torch.Tensor, Spare, call))
+        for found, expected in zip(outs, torch.ops.rope.norm_rotate_qk(**call), strict=True):
+            assert (found.inner != expected).sum() <= expected.numel() / 500
