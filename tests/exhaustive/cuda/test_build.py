@@ -24,7 +24,7 @@ USUAL = {
     CACHE | BYTES: (64, 4, 680),
     CACHE | NORM: (96, 5, 650),
     CACHE | NORM | BYTES: (96, 5, 860),
-    CACHE | NORM | EAGER: (96, 5, 900),
+    CACHE | NORM | EAGER: (96, 5, 800),
     FREQUENCIES: (64, 3, 700),
     FREQUENCIES | CACHE: (64, 4, 830),
     FREQUENCIES | CACHE | BYTES: (64, 4, 1050),
@@ -33,7 +33,7 @@ USUAL = {
 }
 # The same of the kernels that take groups: those of the forward, and of the backward.
 GROUPS = {
-    CACHE | NORM | EAGER: (128, 4, 1010),
+    CACHE | NORM | EAGER: (128, 4, 900),
     CACHE | NORM: (128, 4, 750),
     CACHE | NORM | BYTES: (128, 4, 1010),
     FREQUENCIES | CACHE | NORM: (128, 4, 1130),
