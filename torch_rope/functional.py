@@ -30,13 +30,13 @@ _OPERATORS = {signature.name: signature for signature in operators()}
 
 
 @functools.lru_cache(maxsize=1024)
-def _not_default(name: str, flags: tuple) -> dict[str, Any]:
-    """Returns the flags of an operator that do not have their default value, by name. Raises TypeError if one is a tensor,
-    whose value may change, or a number that depends on a dynamic size."""
-    if any(isinstance(flag, Tensor) for flag in flags):
+def _not_default(operator: str, flags: tuple) -> dict[str, Any]:
+    """Returns the flags of an operator that do not have their default value, by name. Raises TypeError if one has another
+    type than its default: a tensor, whose value may change, or 4.0, which a call with 4 would find in the cache."""
+    signature = _OPERATORS[operator]
+    each = list(zip(signature.flags, flags, signature.defaults, strict=True))
+    if any(type(flag) is not type(default) for _, flag, default in each if flag is not None and default is not None):
         raise TypeError
-    operator = _OPERATORS[name]
-    each = zip(operator.flags, flags, operator.defaults, strict=True)
     return {name: flag for name, flag, default in each if flag != default and (flag or default)}  # None is False
 
 
@@ -70,7 +70,7 @@ def call(
             if not compiles and flags != operator.defaults:
                 given = _not_default(name, flags) | given if given else _not_default(name, flags)
         except TypeError:
-            compiles = True  # or exports
+            compiles = True  # or exports, or a flag has a type of its own
         if compiles:
             return operator.op(*args, **given, **dict(zip(operator.flags, flags, strict=True)))
         return operator.function(*args, **given) if given else operator.function(*args)

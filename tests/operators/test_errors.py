@@ -149,6 +149,15 @@ def test_a_function_reads_a_number_in_a_tensor_unless_it_is_learned(op, learn):
                 LEARNED[learn](call, number)
 
 
+@pytest.mark.cpu
+def test_a_function_whose_flag_had_another_type_takes_a_right_one_of_the_same_value():
+    """No other test has this attention_factor: flags that were right once are known by their values."""
+    x, options = torch.ones(2, 1, 8), {"inv_freq": torch.ones(2), "attention_factor": 1.2345}
+    with pytest.raises(TypeError, match="rotary_start is 3.0 but must be an integer"):
+        torch_rope.rotate(x, **options, rotary_start=3.0)
+    assert torch.equal(torch_rope.rotate(x, **options, rotary_start=3)[..., :3], x[..., :3])
+
+
 # ---- overlapping memory ----
 
 
