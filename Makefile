@@ -5,6 +5,7 @@
 ##   TORCH     what pip installs, such as torch==2.11.0
 ##   MAX_JOBS  how many compilers or tests run at a time
 ##   PART      of make exhaustive: some of cpu cuda metal models package
+##   FOLDERS   of make known: other releases of the libraries, each unpacked in a folder
 ##   ONLY      of make mutate: some of cpu cuda metal python, and numbers of mistakes
 ##   ARGS      options of make demo, finetune, denoise and bench; ARGS=--help lists them
 ##   PROMPT    the message of make demo
@@ -40,7 +41,7 @@ OTHER := $(wildcard benchmarks/*.cu hub/*.cpp) $(shell find tests -name '*.h' -o
 EXHAUSTIVE := $(addprefix exhaustive-,cpu cuda metal models package)
 
 .PHONY: help demo finetune denoise check test clock kernels emulate simulate exhaustive $(EXHAUSTIVE)
-.PHONY: mutate bench figures docs gpu wheel lint format clean
+.PHONY: known mutate bench figures docs gpu wheel lint format clean
 
 help: ## prints this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -113,6 +114,9 @@ exhaustive-models: .venv/models
 
 exhaustive-package: lint .venv/models .venv/package wheel
 	$(WITH_NINJA) $(PYTEST) tests/tools tests/exhaustive/package
+
+known: .venv/models ## adds what transformers, diffusers and timm rotate by to the tables of known functions (5 minutes)
+	PYTHONPATH=tests $(BIN)/python -m known --folders $(FOLDERS)
 
 mutate: .venv/built ## plants mistakes in all back ends, each of which the tests must find (hours)
 	@echo "Each of the builds takes minutes. Then each of its mistakes has a line ..."

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from torch_rope.integrations._conventions import ADJACENT, TWICE
+from known.samples import adjacent, twice
+from torch_rope.integrations import _patch, diffusers, timm
+from torch_rope.integrations._bits import Rounds
+from torch_rope.integrations._conventions import Known
 from torch_rope.integrations._rotary import Rotary
 
 
@@ -59,6 +62,11 @@ def apply_rot_embed_cat(x, table, half=False):
     return x * cos + turn(x, half) * sin
 
 
+_patch._registered |= {
+    apply_rotary_plain: (Known("wan", Rounds()), diffusers.CONVENTIONS["wan"]),
+    apply_rot_embed: (Known("two tables", Rounds()), timm.CONVENTIONS["two tables"]),
+    apply_rot_embed_cat: (Known("one table", Rounds()), timm.CONVENTIONS["one table"]),
+}
 apply_rotary_of_the_test = apply_rotary_plain  # a test replaces it
 
 
@@ -91,12 +99,12 @@ def attention_inputs():
 
 def layer_inputs(*shape, half=False):
     """Returns q and k [2, 4, 5, 16], sin and cos [*shape, 5, 16]."""
-    cos, sin = (TWICE if half else ADJACENT).tables(*torch.randn(2, *shape, 5, 8))
+    cos, sin = (twice if half else adjacent)(*torch.randn(2, *shape, 5, 8))
     return torch.randn(2, 4, 5, 16), torch.randn(2, 4, 5, 16), sin, cos, half
 
 
 def unpatched(model):
     """Returns whether no method and no processor of a model was replaced."""
-    found = [value for module in model.modules() for value in vars(module).values()]
-    calls = [type(value).__call__ for value in found if callable(value)]
+    found = [value for module in model.modules() for value in (module, *vars(module).values())]
+    calls = [getattr(type(value), name, None) for value in found for name in ("forward", "__call__")]
     return not any(hasattr(f, "_torch_rope") for f in found + calls)

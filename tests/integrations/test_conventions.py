@@ -18,16 +18,12 @@ from layers import (
 from layers import rotations as rotations
 from torch import nn
 
-from torch_rope.integrations import _patch, diffusers, timm
+from torch_rope.integrations import diffusers, timm
+from torch_rope.integrations._bits import Rounds
+from torch_rope.integrations._conventions import Known
 from torch_rope.integrations._rotary import Rotary
 
 pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture
-def forgotten(monkeypatch):
-    """Lets patch forget what was seen of tables in other tests."""
-    monkeypatch.setattr(_patch, "_found", {}, raising=False)
 
 
 # ---- functions as those of diffusers and timm ----
@@ -41,7 +37,8 @@ def apply_rotary_split(x, freqs):
 
 def test_a_function_has_the_bits_for_many_numbers():
     """Two ways to round may differ in one number of ten thousand, if the result has 16 bits."""
-    rotate = Rotary(apply_rotary_split, "apply_rotary_split", diffusers.CONVENTIONS, {})
+    known = Known("ltx2", Rounds(inside="float", result="x", converts="once", rounds_first_product=True))
+    rotate = Rotary(apply_rotary_split, "apply_rotary_split", known, diffusers.CONVENTIONS["ltx2"])
     tables = tuple(torch.randn(2, 2, 1, 1024, 32))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(2, 6, 1024, 64).to(dtype)
@@ -49,13 +46,6 @@ def test_a_function_has_the_bits_for_many_numbers():
 
 
 # ---- layers ----
-
-
-def written(body):
-    """Returns a processor with this body, which has no source."""
-    names = {}
-    exec("def __call__(self, attn, x, cos, sin):\n" + body, globals(), names)
-    return type("Written", (), names)()
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -116,30 +106,32 @@ def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformer
 # ---- what patch refuses ----
 
 
+def half_turn(x):
+    """The usual text of it."""
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+rotate_half = half_turn
+
+
+def apply_rotary_known(x, cos, sin):
+    """Many write it in this way."""
+    return x * cos + rotate_half(x) * sin
+
+
 def apply_rotary_scaled(x, cos, sin):
-    return 2 * rotated(x, cos, sin)
+    return 2 * apply_rotary_known(x, cos, sin) / 2 * 2
 
 
-def apply_rotary_that_loops(x, cos, sin):
-    for _ in range(len(x) // 99):
-        sin = -sin
+def apply_rotary_with_an_object(x, cos, sin, log=object()):  # noqa: B008
     return rotated(x, cos, sin)
 
 
-def of_length(x, sin):
-    """A branch that is never taken is a branch."""
-    return -sin if x.shape[1] == 99 else sin
-
-
-def apply_rotary_whose_helper_branches(x, cos, sin):
-    return rotated(x, cos, of_length(x, sin))
-
-
-BRANCHES = r"the function branches, and its text \(.*\) is not one that torch_rope knows, .*; torch_rope.integrations.diffusers.register puts"
+exec("def apply_rotary_of_a_shell(x, cos, sin): return rotated(x, cos, sin)")
 UNKNOWN = {
-    apply_rotary_scaled: "computes something else",
-    apply_rotary_that_loops: BRANCHES,
-    apply_rotary_whose_helper_branches: BRANCHES,
+    apply_rotary_with_an_object: "it has no text that could be known: the defaults of apply_rotary_with_an_object are no constants",
+    globals()["apply_rotary_of_a_shell"]: "it has no text that could be known: the source of apply_rotary_of_a_shell is not",
+    lambda x, cos, sin: rotated(x, cos, sin): "it has no text that could be known: the source of <lambda> is not that",
 }
 
 
@@ -147,52 +139,89 @@ UNKNOWN = {
 def test_an_unknown_function_is_refused_by_name(function, monkeypatch):
     """The model also contains layers that could be patched, which must not be patched either."""
     monkeypatch.setattr(layers, "apply_rotary_of_the_test", function)
-    served = Attention(written(NESTED.format("x, cos, sin", "")))
-    model = nn.ModuleDict({"written": served, "attention": Attention(Processor())})
+    model = nn.ModuleDict({"known": Attention(Known_()), "attention": Attention(Processor())})
     where = "ModuleDict is not patched: Processor.__call__ of attention.processor calls apply_rotary_of_the_test: "
-    with pytest.raises(NotImplementedError, match=f"{where}.*{UNKNOWN[function]}"):
+    advice = r"torch_rope.integrations.diffusers.register\(function, like=\.\.\.\) says what"
+    with pytest.raises(NotImplementedError, match=f"{where}{UNKNOWN[function]}.*; {advice}"):
         diffusers.patch(model)
     assert unpatched(model)
 
 
-NESTED = """
-    scale = x.shape[1] / 6
-    def apply_rotary({}):
-        return {}rotated(x, cos, sin)
-    return apply_rotary(x, cos, sin)
-"""
+class Known_:
+    def __call__(self, attn, x, cos, sin):
+        return apply_rotary_known(x, cos, sin)
 
 
-@pytest.mark.parametrize("arguments, times", [("x, cos, sin", "scale * "), ("x, cos, sin, scale=x.shape[1] / 6", "")])
-def test_a_nested_function_with_a_closure_or_defaults_is_refused(arguments, times):
-    model = Attention(written(NESTED.format(arguments, times)))
-    with pytest.raises(NotImplementedError, match="Written.__call__ of processor calls apply_rotary: the function "):
+class WithAClosure:
+    def __call__(self, attn, x, cos, sin):
+        scale = x.shape[1] / 6
+
+        def apply_rotary(x, cos, sin):
+            return scale * x * cos + rotate_half(x) * sin
+
+        return apply_rotary(x, cos, sin)
+
+
+class WithDefaults:
+    def __call__(self, attn, x, cos, sin):
+        def apply_rotary(x, cos, sin, scale=x.shape[1] / 6):
+            return x * cos + rotate_half(x) * sin
+
+        return apply_rotary(x, cos, sin)
+
+
+@pytest.mark.parametrize("processor", [WithAClosure, WithDefaults])
+def test_a_nested_function_with_a_closure_or_defaults_is_refused(processor):
+    model = Attention(processor())
+    with pytest.raises(NotImplementedError, match="__call__ of processor calls apply_rotary: it has no text"):
         diffusers.patch(model)
     assert unpatched(model)
 
 
-def apply_rotary_twice_as_large(x, cos, sin):
-    return 2 * apply_rotary_plain(x, cos, sin)
+class Nested:
+    def __call__(self, attn, x, cos, sin):
+        def apply_rotary(x, cos, sin):
+            return x * cos + rotate_half(x) * sin
+
+        return apply_rotary(x, cos, sin)
 
 
-@pytest.mark.parametrize(
-    "body", [NESTED.format("x, cos, sin", ""), "    return apply_rotary_twice_as_large(x, cos, sin)"]
-)
-def test_a_processor_of_ones_own_may_rotate(body, rotations):
-    """By a function that it defines, or by one that calls a rotary function."""
-    model, args = Attention(written(body)), attention_inputs()
+class Scaled:
+    """It calls a function that is not known, which calls one that is."""
+
+    def __call__(self, attn, x, cos, sin):
+        return apply_rotary_scaled(x, cos, sin)
+
+
+@pytest.mark.parametrize("processor", [Known_, Nested, Scaled])
+def test_a_processor_of_ones_own_may_rotate(processor, rotations):
+    model, (x, *tables) = Attention(processor()), attention_inputs()
+    args = x, *(t[..., ::2].repeat(1, 1, 1, 2) for t in tables)
     expected = model(*args)
     with diffusers.patch(model) as patched:
         rotations.clear()
         assert torch.equal(model(*args), expected) and rotations == [True]
-        assert "processor of 1 Written: apply_rotary" in str(patched)
+        assert f"processor of 1 {processor.__name__}: apply_rotary" in str(patched)
+
+
+def turned(x):
+    return torch.cat((x[..., x.shape[-1] // 2 :], -x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def test_a_helper_that_was_replaced_is_another_text(monkeypatch):
+    """Also for a function that was known before."""
+    model = Attention(Known_())
+    diffusers.patch(model).undo()
+    monkeypatch.setitem(globals(), "rotate_half", turned)
+    with pytest.raises(NotImplementedError, match=r"calls apply_rotary_known: its text \([0-9a-f]{12}\) is not known"):
+        diffusers.patch(model)
 
 
 # ---- what falls back to the function ----
 
 
 @pytest.mark.parametrize("another, half", [(False, True), (True, False)])
-def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(another, half, rotations, forgotten):
+def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(another, half, rotations):
     """Also if another model was called with right tables of the same shape before, as HunYuan-VL is for text."""
     layer, (q, k, sin, cos, _) = Layer(), layer_inputs(half=not half)  # the channels of a pair have other angles
     expected = layer(q, k, sin, cos, half)
@@ -215,7 +244,7 @@ def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(a
     assert rotations[4:] == [True] * 2
 
 
-def test_a_compiled_model_has_one_graph_and_rotates_by_no_wrong_tables(forgotten):
+def test_a_compiled_model_has_one_graph_and_rotates_by_no_wrong_tables():
     """It raises an error, unless its tables were seen before: then it computes as without torch_rope."""
     layer, graphs, (q, k, sin, cos, _) = Layer(), [], layer_inputs(half=True)
     right, wrong = (q, k, sin, cos, True), (q, k, sin, cos, False)

@@ -1,6 +1,7 @@
 """Tests of what patch changes in a model of each library, what it leaves alone, and how it is undone."""
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -15,23 +16,24 @@ from layers import Attention, Layer, Processor, attention_inputs, layer_inputs, 
 from models import make, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torch_rope.integrations import diffusers, timm, transformers
 
 pytestmark = [pytest.mark.cpu]
-EITHER = "is torch.ops.rope.rotate, interleaved or half-split (tried on random numbers)"
+EITHER = "is torch.ops.rope.rotate, interleaved or half-split"
 # The integration, makers of a model and of the arguments of its forward, how often it rotates, and what the Patch lists.
 LIBRARIES = {
     "transformers": (
         transformers, make, lambda: (tokens(),), 2,
         ["torch_rope in LlamaForCausalLM:",
          "  model.layers.*.self_attn.forward of 2 LlamaAttention: "
-         "apply_rotary_pos_emb is torch.ops.rope.rotate_qk, half-split (tried on random numbers)"],
+         "apply_rotary_pos_emb is torch.ops.rope.rotate_qk, half-split"],
     ),
     "diffusers": (
         diffusers, lambda: Attention(Processor()), attention_inputs, 1,
         ["torch_rope in Attention:",
-         "  processor of 1 Processor: apply_rotary_of_the_test is torch.ops.rope.rotate, interleaved (tried on random numbers)"],
+         "  processor of 1 Processor: apply_rotary_of_the_test is torch.ops.rope.rotate, interleaved"],
     ),
     "timm": (
         timm, Layer, layer_inputs, 2,
@@ -159,10 +161,9 @@ MODES = [(mode, torch.float32) for mode in MODES] + [(torch.no_grad, torch.bfloa
 
 
 @pytest.mark.parametrize("mode, dtype", MODES)
-def test_no_mode_of_the_caller_reaches_a_trial(mode, dtype, monkeypatch):
+def test_no_mode_of_the_caller_reaches_patch(mode, dtype):
     model, other, args, options = make(), make(), (tokens(),), {"fuse": True, "exact_angles": True}
     expected, (calls, (logits,)) = str(transformers.patch(model, **options)), results(model, args)
-    monkeypatch.setattr("torch_rope.integrations._patch._found", {})
     with default_dtype(dtype), mode():
         assert str(transformers.patch(other, **options)) == expected
     assert results(other, args)[0] == calls and torch.equal(results(other, args)[1][0], logits)
@@ -172,6 +173,79 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights():
     module = Layer()
     with timm.patch(module):
         replica = module._replicate_for_data_parallel()._replicate_for_data_parallel()
-        assert replica.forward.__self__ is replica and module.forward.__self__ is module
-        assert replica.forward.__func__ is module.forward.__func__
-    assert "_replicate_for_data_parallel" not in vars(module)
+        assert replica.forward.__self__ is replica and type(replica) is type(module)
+    assert type(module) is Layer
+
+
+def shared(layer):
+    """Returns a copy of an attention layer that shares all but a projection, as adapters make it."""
+    new = copy.copy(layer)
+    new._modules, new.scaling = {**layer._modules, "q_proj": nn.Linear(64, 64)}, 0.01
+    return new
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, shared, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_copy_of_a_patched_layer_computes_with_its_own_weights(copied, fuse):
+    found = []
+    for is_patched in (False, True):
+        model = make("qwen3")
+        if is_patched:
+            transformers.patch(model, fuse=fuse)
+        torch.manual_seed(1)
+        new = copied(model.model.layers[0].self_attn)
+        nn.init.ones_(new.v_proj.weight.data) if copied is copy.deepcopy else None
+        model.model.layers[0].self_attn = new
+        found.append(model(tokens()).logits)
+    torch.testing.assert_close(*found) if fuse else torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def compiled_rotary(function):
+    return torch.compile(function, backend=lambda graph, inputs: compiled.append(1) or graph)
+
+
+compiled = []
+
+
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+@compiled_rotary
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+class Compiled(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def test_a_compiled_function_is_not_called_by_patch_nor_in_a_patched_model():
+    model, (q, k, sin, cos, _) = Compiled(), layer_inputs(2, half=True)
+    with transformers.patch(model):
+        model(q, k, cos, sin)
+        assert compiled == []
+    model(q, k, cos, sin)
+    assert compiled == [1]
+
+
+def test_gradients_keep_their_bits_under_selective_checkpointing():
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts, gradients = functools.partial(create_selective_checkpoint_contexts, policy), []
+    for is_patched in (False, True):
+        model = make("qwen3").train()
+        if is_patched:
+            transformers.patch(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        model(tokens(), labels=tokens()).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*gradients)

@@ -1,9 +1,8 @@
-"""Tests what patch finds out about a rotary function of transformers: the conventions that it knows, their bits, refusals."""
+"""Tests of the rotary functions of transformers that are known: what they compute, refusals, and what is registered."""
 
 import functools
 import importlib
 import weakref
-from itertools import product
 
 import pytest
 import torch
@@ -13,31 +12,32 @@ from torch import nn
 transformers = needed("transformers")
 
 import torch_rope  # noqa: E402
-from torch_rope.integrations._conventions import ADJACENT, TWICE  # noqa: E402
-from torch_rope.integrations._rotary import Rotary, text_of  # noqa: E402
-from torch_rope.integrations.transformers import patch, register  # noqa: E402
-from torch_rope.integrations.transformers.conventions import CONVENTIONS, TEXTS  # noqa: E402
+from known.samples import LAYOUTS  # noqa: E402
+from known.trial import ALL, BITS, GRADIENTS, Trial, strides  # noqa: E402
+from torch_rope.integrations._text import NoText, plain, text_of  # noqa: E402
+from torch_rope.integrations.transformers import LIBRARY, patch, register  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def of_model(name, function="apply_rotary_pos_emb"):
     """Returns a function of a modeling file."""
-    return getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), function)
+    return plain(getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), function))
 
 
 apply_rotary_pos_emb = of_model("llama")
 
 
 def found(function, rounding="eager"):
-    """Returns what is found out about a function, whose text is known."""
-    return Rotary(function, "f", CONVENTIONS, {*TEXTS, text_of(function)}, rounding)
+    """Returns the Rotary of a function whose text is known."""
+    return LIBRARY.rotary_of(function, "f", rounding)
 
 
-def half_turn(x):
-    a, b = x.chunk(2, -1)
-    return torch.cat([-b, a], -1)
+def rotate_half(x):
+    """A usual text of it."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
 
 
 def inputs():
@@ -49,99 +49,62 @@ def inputs():
 # ---- What a rotary function may do ----
 
 
-def rotate_half_split(x, cos, sin):
-    return x * cos + half_turn(x) * sin
+def of_release():
+    """Yields each text of the installed release once, with a file that has it."""
+    release = ".".join(transformers.__version__.split(".")[:2])
+    for text, known in LIBRARY.known.items():
+        if release in known.releases.split():
+            yield pytest.param(text, known.files.split()[0], id=f"{known.name} of {known.files.split()[0]}")
 
 
-def converts_each_after(q, k, cos, sin, unsqueeze_dim=1):
-    """Flux does this. The gradients have the strides of those of the results."""
-    both = [(x, half_turn(x)) for x in (q, k)]
-    cos, sin = (t.unsqueeze(unsqueeze_dim) for t in (cos, sin))
-    return tuple((x.float() * cos + half.float() * sin).to(x.dtype) for x, half in both)
+@pytest.mark.parametrize("text, file", of_release())
+def test_a_known_function_does_what_the_table_says(text, file):
+    """Its results have the same bits and strides, and gradients, for the arguments of all conventions that it takes: as many
+    tokens as heads, or as the batch, one token, one head, and x that is not contiguous; or torch_rope leaves them to it."""
+    known, trial = LIBRARY.known[text], Trial(of_model(file, LIBRARY.known[text].name), "transformers")
+    assert text_of(trial.function) == text
+    convention = LIBRARY.conventions[known.convention]
+    alike = [name for name, other in LIBRARY.conventions.items() if other.tensors == convention.tensors]
+    least = BITS if "gradients" in known.but else ALL
+    for dtypes in ((torch.float32,) * 2, (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+        cases = trial.cases(alike, convention.tensors, dtypes=dtypes)
+        agreement, computed = trial.agreement(known, convention, cases)
+        assert agreement >= least and (computed or not cases)
+    for values, _, (expected, _) in trial.cases([known.convention], convention.tensors, layouts=LAYOUTS):
+        if (ours := trial.rotated(known, convention, values)) is not None and "contiguous" not in known.but:
+            assert [*map(strides, ours)] == [*map(strides, expected)]
 
 
-def by_tangents(q, k, cos, sin, unsqueeze_dim=1):
-    """Rounds as nothing else does."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return (q + half_turn(q) * (sin / cos)) * cos, (k + half_turn(k) * (sin / cos)) * cos
-
-
-# Functions, the shapes of x or of q and k, and of the angles; whether the tables hold each angle in adjacent channels, or
-# are complex (None); and the channels of a head.
-HEADS, TOKENS = [(2, 3, 6), (2, 2, 6)], [(2, 6, 3), (2, 6, 2)]
-FORMS = {
-    "Llama": (apply_rotary_pos_emb, HEADS, (2, 6), False, 16),
-    "GLM, part of the channels": (of_model("glm"), HEADS, (2, 6), False, 24),
-    "Cohere converts once": (of_model("cohere"), HEADS, (2, 6), True, 16),
-    "converts each after": (converts_each_after, HEADS, (2, 6), False, 16),
-    "DeepSeek V3": (of_model("deepseek_v3", "apply_rotary_pos_emb_interleave"), HEADS, (2, 6), False, 16),
-    "DINOv3, first tokens": (of_model("dinov3_vit"), [(2, 3, 9), (2, 2, 9)], (6,), False, 16),
-    "Qwen2-VL, images": (of_model("qwen2_vl", "apply_rotary_pos_emb_vision"), [(6, 3), (6, 2)], (6,), False, 16),
-    "Gemma 3n, one tensor": (of_model("gemma3n"), HEADS[:1], (2, 6), False, 16),
-    "NanoChat": (of_model("nanochat"), HEADS, (2, 6), False, 16),
-    "DeepSeek V2": (of_model("deepseek_v2", "apply_rotary_emb"), HEADS, (2, 6), None, 16),
-    "Llama 4": (of_model("llama4", "apply_rotary_emb"), TOKENS, (2, 6), None, 16),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_has_the_bits_and_the_gradients_of_the_function(form):
-    function, shapes, of_tables, adjacent, head_dim = FORMS[form]
-    rotary, angle = found(function), torch.randn(*of_tables, 8)
-    for dtype, of_tables in product(DTYPES, DTYPES[:1] if adjacent is None else DTYPES):
-        args = [torch.randn(*shape, head_dim).to(dtype).requires_grad_() for shape in shapes]
-        tables = [torch.polar(torch.ones(()), angle)]
-        if adjacent is not None:
-            tables = [t.to(of_tables) for t in (ADJACENT if adjacent else TWICE).tables(angle.cos(), angle.sin())]
-        results = []
-        for f in (function, rotary):
-            out = f(*args, *tables)
-            out = out if isinstance(out, tuple) else (out,)
-            given = [o.detach().cos().transpose(-2, -3).contiguous().transpose(-2, -3) for o in out]
-            results.append([*out, *torch.autograd.grad(out, args, given)])
-        for e, a in zip(*results, strict=True):
-            assert a.dtype == e.dtype
-            if "DINOv3" in form and e.dtype != torch.float32:  # it rounds a gradient once more
-                torch.testing.assert_close(a, e)
-            else:
-                assert torch.equal(a, e)
-
-
-def apply_rotary_of_one(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-    """Qwen4's indexer rotates only q."""
-    cos, sin = (t.unsqueeze(unsqueeze_dim) for t in (cos, sin))
-    return tuple(None if x is None else rotate_half_split(x, cos, sin) for x in (q, k))
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_head_that_does_not_rotate_as_a_whole_is_left_to_a_function_that_cannot(name):
+    rotary, (q, k, *tables) = found(of_model(name)), inputs()
+    wide = [torch.cat([x, x], -1) for x in (q, k)]
+    if name == "llama":
+        with pytest.raises(RuntimeError, match="must match the size"):
+            rotary(*wide, *tables)
+    else:
+        assert all(map(torch.equal, rotary(*wide, *tables), rotary.function(*wide, *tables)))
 
 
 def test_k_may_be_none_if_the_function_accepts_none():
-    rotary, (q, k, *tables) = found(apply_rotary_of_one), inputs()
-    assert all(map(torch.equal, rotary(q, k, *tables), apply_rotary_of_one(q, k, *tables)))
-    (actual, none), (expected, _) = rotary(q, None, *tables), apply_rotary_of_one(q, None, *tables)
-    assert none is None and torch.equal(actual, expected)
+    rotary, (q, k, *tables) = found(of_model("qwen4_exp")), inputs()
+    assert torch.equal(rotary(q, None, *tables), rotary(q, k, *tables)[0])
 
 
-BITS = "interleaved, with other bits of complex numbers if rotary_dim is not a multiple of 16 (tried on random numbers)"
-
-
-def by_length(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = (t.unsqueeze(unsqueeze_dim) for t in (cos, sin))
-    return rotate_half_split(q, cos, sin), rotate_half_split(k, cos, -sin if len(k) > 99 else sin)
+BITS_OF_COMPLEX = "interleaved, with other bits of complex numbers if rotary_dim is not a multiple of 16"
 
 
 @pytest.mark.parametrize(
     "function, rounding, says",
     [
-        (apply_rotary_pos_emb, "eager", "half-split (tried on random numbers)"),
-        (apply_rotary_pos_emb, "once", "half-split, rounded once (tried on random numbers)"),
-        (by_tangents, "eager", "half-split, rounded once, without the function's bits, for float32 with tables of float32"),
-        (by_length, "eager", "half-split (known by its source text)"),
-        (of_model("nanochat"), "eager", "half-split, inverse (tried on random numbers)"),
-        (of_model("llama4", "apply_rotary_emb"), "eager", BITS),
-        (of_model("deepseek_v2", "apply_rotary_emb"), "eager", BITS),
+        (apply_rotary_pos_emb, "eager", "half-split"),
+        (apply_rotary_pos_emb, "once", "half-split, rounded once"),
+        (of_model("nanochat"), "eager", "half-split, inverse"),
+        (of_model("llama4", "apply_rotary_emb"), "eager", BITS_OF_COMPLEX),
     ],
 )  # fmt: skip
-def test_the_handle_says_how_it_knows_a_function_and_where_bits_differ(function, rounding, says):
-    assert f"f is torch.ops.rope.rotate_qk, {says}" in str(found(function, rounding))
+def test_the_handle_says_what_a_function_does_and_where_bits_differ(function, rounding, says):
+    assert str(found(function, rounding)) == f"f is torch.ops.rope.rotate_qk, {says}"
 
 
 @torch.no_grad()
@@ -160,6 +123,8 @@ def test_tables_that_are_remembered_are_those_of_the_call_and_are_forgotten_with
     check(torch.bfloat16, other_cos, other_sin)
     other_cos.mul_(2)  # the tables may be changed in place
     check(torch.bfloat16, other_cos, other_sin)
+    other_cos.data = cos.flip(1)  # as offloading does
+    check(torch.bfloat16, other_cos, other_sin)
     storage = weakref.ref(other_cos)
     del other_cos
     assert storage() is None
@@ -168,29 +133,38 @@ def test_tables_that_are_remembered_are_those_of_the_call_and_are_forgotten_with
 # ---- What patch refuses ----
 
 
-def apply_rotary_at_positions(q, k, v, cos, sin, position_ids):
-    """CLVP does this."""
-    cos, sin = (t[position_ids].unsqueeze(1) for t in (cos, sin))
-    return rotate_half_split(q, cos, sin), rotate_half_split(k, cos, sin), v
-
-
-def test_a_function_is_refused_by_its_own_name():
+def test_a_function_is_refused_by_its_own_name_and_reason():
     """And not by that of rotate_half, which it calls."""
     model = transformers.models.clvp.modeling_clvp.ClvpSelfAttention(transformers.ClvpEncoderConfig())
-    with pytest.raises(NotImplementedError, match="calls apply_rotary_pos_emb: "):
+    with pytest.raises(NotImplementedError, match="calls apply_rotary_pos_emb: it rotates q, k and v, and takes positions"):
         patch(model)
 
 
-def test_a_text_is_that_of_the_function_and_its_helpers(monkeypatch):
-    """White space and decorators do not matter."""
-    text = text_of(by_length)
-    decorated = functools.wraps(by_length)(lambda *args: by_length(*args))
-    assert text_of(decorated) == text and text_of(by_tangents) != text
-    monkeypatch.setitem(globals(), "rotate_half_split", converts_each_after)
-    assert text_of(by_length) != text
+def rotary_of_the_test(x, cos, sin, by=1):
+    return x * cos + rotate_half(x) * sin * by
+
+
+def test_a_text_is_that_of_the_function_its_helpers_and_defaults(monkeypatch):
+    """Comments, docstrings, annotations and white space do not matter. A decorator that is not known has no text."""
+    text = text_of(rotary_of_the_test)
+    spaced = importlib.import_module("texts")
+    assert text_of(spaced.rotary_of_the_test) == text
+    with pytest.raises(NoText, match="is neither a constant nor a function|defaults"):
+        text_of(functools.wraps(rotary_of_the_test)(functools.partial(rotary_of_the_test)))
+    monkeypatch.setattr(rotary_of_the_test, "__defaults__", (2,))
+    assert text_of(rotary_of_the_test) != text
+    monkeypatch.undo()
+    monkeypatch.setitem(globals(), "rotate_half", torch.neg)
+    assert text_of(rotary_of_the_test) != text
 
 
 # ---- What is registered ----
+
+
+def apply_rotary_at_positions(q, k, v, cos, sin, position_ids):
+    """CLVP does this."""
+    cos, sin = (t[position_ids].unsqueeze(1) for t in (cos, sin))
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin, v
 
 
 class RotatesAtPositions(nn.Module):
@@ -219,9 +193,9 @@ def in_a_method(self, x, cos, sin):
 
 
 REFUSED = {
-    "a function": (RotatesAtPositions, apply_rotary_at_positions, at_positions, "calls apply_rotary_at_positions: the function"),
+    "a function": (RotatesAtPositions, apply_rotary_at_positions, at_positions, r"calls apply_rotary_at_positions: its text \(.*\) is not known"),
     "a method": (
-        RotatesInAMethod, RotatesInAMethod._apply_rotary_embedding, in_a_method, "must call a rotary function that .*transformers.register puts",
+        RotatesInAMethod, RotatesInAMethod._apply_rotary_embedding, in_a_method, "must call a rotary function that .*register\\(function, replacement\\) puts",
     ),
 }  # fmt: skip
 
@@ -250,4 +224,73 @@ def test_what_cannot_be_registered_is_refused():
         with pytest.raises(TypeError, match="must be a function, such as modeling_clvp.apply_rotary_pos_emb"):
             register(function, replacement)
     with pytest.raises(TypeError, match=r"replacement has the arguments \['x'\] but must have those of .*, \['q'"):
-        register(at_positions, half_turn)
+        register(at_positions, rotate_half)
+
+
+def apply_rotary_mine(q, k, cos, sin, scale=1.0):
+    """q: [batch, seq, heads, head_dim], cos: [seq, head_dim]"""
+    cos, sin = (t[None, :, None] for t in (cos * scale, sin * scale))
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def apply_rotary_of_one(x, freqs_cis):
+    """x: [batch, heads, seq, head_dim], freqs_cis: [batch, seq, head_dim / 2]"""
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs_cis[:, None]).flatten(-2)
+
+
+def apply_rotary_like_llama(query, key, cosine, sine, dim=1):
+    return apply_rotary_pos_emb(query, key, cosine, sine, dim)
+
+
+class Rotates(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return apply_rotary_here(*args)
+
+
+@pytest.mark.parametrize(
+    "function, like",
+    [
+        (apply_rotary_mine, "half-split, [batch, seq, heads, head_dim], cos [seq, head_dim]"),
+        (apply_rotary_of_one, "interleaved, x [batch, heads, seq, head_dim], complex freqs_cis [batch, seq, head_dim / 2]"),
+        (apply_rotary_like_llama, apply_rotary_pos_emb),
+    ],
+)
+def test_words_or_a_known_function_say_what_a_function_does(function, like, monkeypatch):
+    monkeypatch.setitem(globals(), "apply_rotary_here", function)
+    model, (q, k, cos, sin) = Rotates(function), inputs()
+    args = q, k, cos, sin
+    if function is apply_rotary_mine:  # as many tokens as heads
+        args = *(x[:, :, :3].transpose(1, 2) for x in (q, k)), cos[0, :3], sin[0, :3]
+    if function is apply_rotary_of_one:
+        args = q, torch.polar(torch.ones(()), torch.randn(2, 5, 8))
+    expected = model(*args)
+    with pytest.raises(NotImplementedError, match="its text"):
+        patch(model)
+    register(function, like=like)
+    with patch(model) as patched:
+        assert f"{function.__name__} is torch.ops.rope.rotate" in str(patched)
+        torch.testing.assert_close(model(*args), expected)
+        if function is apply_rotary_mine:  # words say nothing of other arguments: the function itself computes
+            assert torch.equal(model(*args, 2.0)[0], function(*args, 2.0)[0])
+    register(function)
+
+
+WRONG_WORDS = {
+    "half-split": "must be like",
+    "half-split, [batch, seq, heads, head_dim], cosine [seq, head_dim]": "has the table cosine",
+    "half-split, [batch, seq, heads], cos [seq, head_dim]": "must end with head_dim",
+    "half-split, [batch, seq, heads, head_dim], cos [tokens, head_dim]": "some of the dimensions of x",
+    "half-split, [batch, seq, heads, head_dim], cos [heads, seq, head_dim]": "in the same order",
+}
+
+
+@pytest.mark.parametrize("like", WRONG_WORDS, ids=WRONG_WORDS.values())
+def test_words_that_are_not_understood_are_refused(like):
+    with pytest.raises(ValueError, match=f"register: like .*{WRONG_WORDS[like]}"):
+        register(apply_rotary_mine, like=like)
+    with pytest.raises(ValueError, match="like is a function that is not known"):
+        register(apply_rotary_mine, like=at_positions)

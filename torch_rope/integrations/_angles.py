@@ -77,24 +77,26 @@ def _is_cast(table: Tensor, new: Tensor) -> bool:
 class _Twin:
     """A module that computes in the place of a rotary module, for arguments on one device.
 
-    exact has the tables of a new module in float64, on the CPU if the device has no float64. All other attributes are
-    those of the rotary module.
+    exact, of the class cls, has the tables of a new module in float64, on the CPU if the device has no float64. All other
+    attributes are those of the rotary module.
 
     Raises ValueError, with the reason, if the rotary module has other tables than a new one, but for rounding.
     """
 
-    def __init__(self, module: nn.Module, make: Callable[[nn.Module], nn.Module], device: torch.device):
+    def __init__(
+        self, module: nn.Module, cls: type, make: Callable[[type, nn.Module], nn.Module], device: torch.device
+    ):
         self.device, self.there = device, device if frequencies.has_float64(device) else _CPU
-        kind = type(module).__name__
+        kind = cls.__name__
         for name, value in _attributes(module).items():
             if any(t.is_meta or isinstance(t, FakeTensor) for t in _tensors(value)):
                 raise ValueError(f"{name} of {kind} is on the meta device, or fake, and has no numbers")
         self.follow(module)
-        make = make if _tensors(self.followed) else copy.deepcopy
+        make = make if _tensors(self.followed) else _copied
         try:
-            new = _attributes(make(module))
+            new = _attributes(make(cls, module))
             with _InFloat64():
-                self.exact = make(module)
+                self.exact = make(cls, module)
         except Exception as error:
             raise ValueError(f"no {kind} like it can be made: {error}") from None
         for name, value in _attributes(self.exact).items():
@@ -117,10 +119,17 @@ class _Twin:
         self.marks = _marks(self.followed)
 
 
+def _copied(cls: type, module: nn.Module) -> nn.Module:
+    new = object.__new__(cls)
+    vars(new).update(copy.deepcopy(vars(module)))
+    return new
+
+
 def _exact(module: nn.Module, make: Callable, unread: str = "") -> tuple[Callable | None, str]:
     """Returns a forward for a module, and for its deepcopies, that computes exact angles by their twins, and a text.
     unread: the name of the first argument if a forward reads none of its numbers, which are many."""
     twins: dict[int, _Twin] = {}
+    cls, own = type(module), type(module).forward  # the module gets a subclass
 
     @torch.compiler.assume_constant_result  # the constant is a key, because a twin cannot be a constant
     def key_of(module: nn.Module, device: torch.device) -> int:
@@ -130,13 +139,13 @@ def _exact(module: nn.Module, make: Callable, unread: str = "") -> tuple[Callabl
         fake = any(isinstance(t, FakeTensor) for t in _tensors(attributes))
         same = torch.compiler.is_exporting() if fake else twin is not None and twin.marks == _marks(attributes)
         if twin is None or twin.device != device or not same:
-            twins[id(module)] = undisturbed(_Twin, module, make, device)
+            twins[id(module)] = undisturbed(_Twin, module, cls, make, device)
         if twin is None:
             weakref.finalize(module, twins.pop, id(module), None).atexit = False
         return id(module)
 
     def forward(self, *args, **kwargs):
-        own, leaves = type(self).forward, tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         devices = [v for v in leaves if isinstance(v, torch.device)] + [t.device for t in _tensors(leaves)]
         twin = twins[key_of(self, devices[0] if devices else _CPU)]
         if torch.compiler.is_compiling():  # compiled code is used as long as what is compared here is the same
@@ -158,7 +167,7 @@ def _exact(module: nn.Module, make: Callable, unread: str = "") -> tuple[Callabl
     try:
         if next(module.parameters(), None) is not None:
             raise ValueError("it has weights, which may change its angles")
-        if getattr(before, "__func__", None) is not type(module).forward:
+        if getattr(before, "__func__", None) is not own:
             raise ValueError("its forward was replaced")
         key_of(module, _CPU)
     except ValueError as error:
@@ -180,10 +189,10 @@ def of_diffusers(model: nn.Module, path: str) -> tuple[Callable | None, str]:
     around = [getattr(model.get_submodule(".".join(names[:n])), "config", None) for n in range(len(names))]
     config = {name: value for c in around if isinstance(c, dict) for name, value in c.items()}
 
-    def new(module: nn.Module) -> nn.Module:
+    def new(cls: type, module: nn.Module) -> nn.Module:
         # Some modules do not keep every argument: the config has it, the frequencies tell it, or it is the default.
         known = config | {"dim": 2 * len(getattr(module, "inv_freq", ()))} | vars(module)
-        return type(module)(**{n: known[n] for n in inspect.signature(type(module)).parameters if n in known})
+        return cls(**{n: known[n] for n in inspect.signature(cls).parameters if n in known})
 
     return _exact(module, new)
 
@@ -196,12 +205,12 @@ def of_transformers(module: nn.Module) -> tuple[Callable | None, str]:
     return _exact(module, _new_and_grown, "x")
 
 
-def _new_and_grown(module: Any) -> nn.Module:
+def _new_and_grown(cls: type, module: Any) -> nn.Module:
     """Returns a new module, after the longest sequence that a module has had if its frequencies follow the length."""
-    new = type(module)(module.config)
+    new = cls(module.config)
     kinds = getattr(new, "rope_type", "")
     for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
         if kind in ("dynamic", "longrope"):
             length = int(getattr(module, f"{layer_type}_max_seq_len_cached", module.max_seq_len_cached))
-            type(new).forward(new, torch.zeros(1), torch.tensor([[length - 1]]), *filter(None, [layer_type]))
+            new(torch.zeros(1), torch.tensor([[length - 1]]), *filter(None, [layer_type]))
     return new

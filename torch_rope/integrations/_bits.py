@@ -1,10 +1,7 @@
 """Rotates with the bits of another library's rotary function: the same roundings, the same gradients."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import product
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +10,12 @@ from .._ops import ops
 from ..frequencies import has_float64
 
 _rotate, _rotate_qk = ops.rotate.default, ops.rotate_qk.default
+_KEY = torch._C._TorchDispatchModeKey
+_TRACING = (_KEY.FAKE, _KEY.PROXY, _KEY.FUNCTIONAL)  # the modes that record programs
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """A description of how a rotary function rounds."""
+class Rounding(NamedTuple):
+    """A description of how a rotary function rounds, for one dtype of x and one of the tables."""
 
     x: torch.dtype  # x is converted to it first
     tables: torch.dtype  # the tables are converted to it
@@ -33,21 +31,39 @@ class Rounding:
         """Returns how torch_rope rounds x and tables of these dtypes by default."""
         return cls(x, tables if tables in (x, torch.float32) else torch.float32, result or x, False)
 
-    @classmethod
-    def each(cls, inside: Callable, x: torch.dtype, tables: torch.dtype, result: torch.dtype, **more) -> "Rounding":
-        """Returns how a function rounds each operation that computes in the dtype inside(x, tables)."""
-        to = inside(x, tables)
+
+# What rotary functions compute in, given the dtypes of x and of the tables.
+INSIDE = {
+    "promoted": torch.promote_types,
+    "float": lambda x, tables: torch.promote_types(torch.float32, tables),
+    "float32": lambda x, tables: torch.float32,
+    "float64": lambda x, tables: torch.float64,
+    "x": lambda x, tables: x,
+}
+
+
+class Rounds(NamedTuple):
+    """How a rotary function rounds each operation, for all dtypes."""
+
+    inside: str = "promoted"  # a key of INSIDE
+    result: str = "inside"  # the dtype of the result: "inside", "x", or the name of a dtype
+    # How often x is converted: for "each" product, "once", or once to float32, so that the products convert a float32 x.
+    converts: str = "each"
+    contiguous: bool = True  # these two as in Rounding
+    rounds_first_product: bool = False
+
+    def of(self, x: torch.dtype, tables: torch.dtype) -> Rounding:
+        inside = INSIDE[self.inside](x, tables)
+        result = {"inside": inside, "x": x}.get(self.result) or getattr(torch, self.result)
         # The operators round to this dtype if it is that of x, or float32.
-        direct = result == x and torch.promote_types(x, to) == to and to in (x, torch.float32)
-        return cls(x if direct else to, to, result, True, **more)
+        direct = result == x and torch.promote_types(x, inside) == inside and inside in (x, torch.float32)
+        each = x != inside and (self.converts == "each" or (self.converts == "float32" and x == torch.float32))
+        return Rounding(x if direct else inside, inside, result, True, each, self.rounds_first_product, self.contiguous)
 
-
-# What rotary functions compute in, given the dtypes of x and of the tables. The usual ones come first.
-_INSIDE = (torch.promote_types, lambda x, tables: torch.float32, lambda x, tables: torch.float64, lambda x, tables: x)
-_GRADIENTS: list[dict[str, Any]] = [{"contiguous": c, "converts_each": e} for c, e in product((False, True), repeat=2)]
-# The ways in which rotary functions round: they return a Rounding for the dtypes of x, tables and result.
-POLICIES = [partial(Rounding.each, inside, **more) for more in _GRADIENTS for inside in _INSIDE]
-FIRST_PRODUCT = [partial(Rounding.each, _INSIDE[1], rounds_first_product=True, **more) for more in _GRADIENTS]
+    def once(self, x: torch.dtype, tables: torch.dtype) -> Rounding:
+        """Returns how torch_rope rounds once, to x, or to the narrower dtype that a few functions always return."""
+        result = self.of(x, tables).result
+        return Rounding.once(x, tables, min(x, result, key=lambda dtype: dtype.itemsize))
 
 
 class Operands(NamedTuple):
@@ -75,21 +91,21 @@ def operands(cos: Tensor, sin: Tensor, rounding: Rounding, flags: dict, heads_fi
 
 
 def is_traced() -> bool:
-    """Returns whether calls are compiled, recorded, watched or transformed."""
+    """Returns whether calls are compiled, recorded or transformed. What only watches them, as selective checkpointing, is no matter."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
 
 
-def rotated(xs: Sequence[Tensor], o: Operands, in_trial: bool = False) -> tuple[Tensor, ...]:
-    """Returns one or two rotated tensors, whose gradients have the function's bits where autograd lets them, as in a trial."""
+def rotated(xs: Sequence[Tensor], o: Operands) -> tuple[Tensor, ...]:
+    """Returns one or two rotated tensors, whose gradients have the function's bits where autograd lets them."""
     r = o.rounding
     has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if has_gradients and (r.converts_each or r.contiguous or r.rounds_first_product) and (in_trial or not is_traced()):
+    if has_gradients and (r.converts_each or r.contiguous or r.rounds_first_product) and not is_traced():
         return _WithItsGradient.apply(o, *xs)
     return _rotated(xs, o)
 

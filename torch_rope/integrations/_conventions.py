@@ -2,14 +2,18 @@
 
 A library has many rotary functions that differ in little but how they take the angles: as cos and sin with each number
 twice, as complex numbers, as matrices. A :class:`Convention` reads the arguments of such a function as cos and sin. Each
-library has a table of conventions, from which _rotary.py finds the one that a function follows.
+library has a table of conventions by name, and a table of known functions that says which one a function follows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ._bits import Rounds
 
 
 class Reading(NamedTuple):
@@ -20,7 +24,7 @@ class Reading(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    form: str  # how the function took them, in words; functions round each form in their own way
+    form: str  # how the function took them, in words
     interleaved: bool = True
     # Yields pairs of tensors that are equal if both channels of a pair have the same angle.
     must_be_equal: Callable[[], Iterable[tuple[Tensor, Tensor]]] = tuple
@@ -30,26 +34,7 @@ class Reading(NamedTuple):
     last_channels: bool = False  # whether the last rotary_dim channels of a head rotate, and not the first
 
 
-class Sample:
-    """Random arguments for a rotary function, of some sizes and dtypes."""
-
-    def __init__(self, batch: int, seq: int, heads: int, head_dim: int, pairs: int, *dtypes: torch.dtype):
-        self.batch, self.seq, self.heads, self.head_dim, self.pairs = batch, seq, heads, head_dim, pairs
-        self.dtypes = dtypes  # of x and of the tables
-        self._random = torch.Generator().manual_seed(0)
-
-    def numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns numbers, of the dtype of x if no other is given."""
-        numbers = torch.randn(shape, generator=self._random, dtype=torch.float64, device="cpu")
-        return numbers.to(dtype or self.dtypes[0])
-
-    def x(self, *shape: int) -> Tensor:
-        """Returns x [*shape, head_dim]."""
-        return self.numbers(*shape, self.head_dim)
-
-    def angles(self, *shape: int) -> tuple[Tensor, ...]:
-        """Returns cos and sin [*shape, pairs]."""
-        return self.numbers(2, *shape, self.pairs, dtype=self.dtypes[1]).unbind()
+Read = Callable[..., Reading | None]
 
 
 class Convention(NamedTuple):
@@ -57,9 +42,21 @@ class Convention(NamedTuple):
 
     tensors: int  # 1 for x, 2 for q and k
     others: int  # how many arguments follow
-    read: Callable[..., Reading | None]  # takes x, and the other arguments; None for arguments with another meaning
-    samples: Callable[[Sample], Iterator[tuple]]  # yields arguments
-    says: str = ""  # what is special, in words
+    read: Read  # takes x, and the other arguments; None for arguments with another meaning
+    says: str  # in words
+
+
+class Known(NamedTuple):
+    """What a rotary function does, by its text."""
+
+    convention: str  # its name in the table of the library
+    rounds: Rounds | dict[str, Rounds]  # how it rounds, or how it rounds each form of the angles
+    partial: bool = False  # whether it takes heads with more channels than rotate
+    dense: bool = False  # whether its results are contiguous, whatever the strides of x
+    but: str = ""  # in which bits torch_rope differs
+    name: str = ""  # of the function, in these files of these releases
+    files: str = ""
+    releases: str = ""
 
 
 # ---- forms of tables ----
@@ -68,9 +65,9 @@ class Convention(NamedTuple):
 class Form(NamedTuple):
     """A form that the angles of a call have."""
 
-    tables: Callable[..., tuple[Tensor, ...]]  # makes tables of cos and sin [.., rotary_dim / 2]
-    read: Callable[..., Reading]  # returns what tables mean
+    read: Read  # returns what tables mean
     arguments: int = 2
+    interleaved: bool = True
 
 
 def _each_twice(adjacent: bool) -> Form:
@@ -79,66 +76,71 @@ def _each_twice(adjacent: bool) -> Form:
     adjacent: whether both stand side by side, as in a, a, b, b, and not as in a, b, a, b. So do the channels of a pair.
     """
 
-    def tables(*angles):
-        return tuple(t.repeat_interleave(2, -1) if adjacent else torch.cat([t, t], -1) for t in angles)
-
     def read(*tables):
+        if tables[0].shape[-1] % 2:
+            return None
         both = [(t[..., ::2], t[..., 1::2]) if adjacent else t.tensor_split(2, -1) for t in tables]
         return Reading(both[0][0], both[1][0], "a, a, b, b" if adjacent else "a, b, a, b", adjacent, lambda: both)
 
-    return Form(tables, read)
+    return Form(read, interleaved=adjacent)
 
 
 TWICE, ADJACENT = _each_twice(False), _each_twice(True)
-ONCE = Form(lambda *tables: tables, lambda cos, sin: Reading(cos, sin, "a, b"))
+ONCE = Form(lambda cos, sin: Reading(cos, sin, "a, b"))
 COMPLEX = Form(  # cos and sin are views of the table, so no device needs to compute with complex numbers
-    lambda cos, sin: (torch.complex(cos, sin),),
-    lambda table: ONCE.read(*torch.view_as_real(table.resolve_conj()).unbind(-1))._replace(form="complex numbers"),
-    1,
+    lambda table: Reading(*torch.view_as_real(table.resolve_conj()).unbind(-1), "complex numbers"), 1
 )
 
 
 def sin_first(form: Form) -> Form:
-    return Form(lambda *tables: form.tables(*tables)[::-1], lambda *tables: form.read(*tables[::-1]))
+    return form._replace(read=lambda *tables: form.read(*tables[::-1]))
 
 
 def side_by_side(form: Form) -> Form:
     """Returns the form of one table whose channels are those of two."""
-    return Form(lambda *tables: (torch.cat(form.tables(*tables), -1),), lambda t: form.read(*t.chunk(2, -1)), 1)
+    return form._replace(read=lambda table: form.read(*table.chunk(2, -1)), arguments=1)
 
 
 # ---- conventions ----
 
 
+class _At:
+    """``at[:, None]`` is the index with which a function makes its tables broadcast over x."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+at = _At()
+
+
 def follows(
-    form: Form, *shapes: str, tensors: int = 1, together: bool = False, says: str = "", **changes: Any
+    form: Form,
+    index: Any = ...,
+    tensors: int = 1,
+    together: bool = False,
+    says: str = "",
+    rank: int = 0,
+    **changes: Any,
 ) -> Convention:
     """Returns the convention of functions that take x, or q and k, and tables of one form.
 
     Args:
-        shapes: pairs of the shape of x without head_dim and the shape of the tables without channels, "batch seq: seq".
-            A - stands for a dimension that the function adds to the tables. All shapes have it in the same places.
+        index: makes the tables broadcast over x, see :class:`_At`.
         tensors: 2 for q and k.
         together: whether cos and sin are one argument.
-        changes: what a reading has besides. Its member back makes x of a sample too.
+        rank: how many dimensions x must have, or 0.
+        changes: what a reading has besides.
     """
-    back = changes.get("back", lambda x, _: x)
-    before, dash, _ = shapes[0].partition(": ")[2].rpartition("-")
-    index = *(None if dim == "-" else slice(None) for dim in (before + dash).split()), ...  # makes the tables broadcast
 
     def read(x, *tables):
-        return form.read(*(t[index] for t in (tables[0] if together else tables)))._replace(**changes)
+        known = not rank or x.dim() == rank
+        reading = form.read(*(t[index] for t in (tables[0] if together else tables))) if known else None
+        return reading and reading._replace(**changes)
 
-    def samples(s):
-        if form is COMPLEX and s.dtypes[1].itemsize < 4:
-            return  # complex numbers have parts of 32 bits or more
-        sizes = {"batch": s.batch, "seq": s.seq, "heads": s.heads, "1": 1}
-        for of_x, of_tables in (shape.replace("-", "").split(": ") for shape in shapes):
-            tables = form.tables(*s.angles(*(sizes[n] for n in of_tables.split())))
-            xs = [s.x(*(sizes[n] + i * (n == "heads") for n in of_x.split())) for i in range(tensors)]
-            yield *(back(x, x) for x in xs), *((tables,) if together else tables)
-
-    return Convention(tensors, 1 if together else form.arguments, read, samples, says)
+    interleaved = changes.get("interleaved", form.interleaved)
+    pairing = "interleaved" if interleaved else "half-split"
+    return Convention(tensors, 1 if together else form.arguments, read, ", ".join(filter(None, [pairing, says])))
 
 
 def by_options(cases: dict[tuple, Convention], ignored: int = 0) -> Convention:
@@ -153,9 +155,61 @@ def by_options(cases: dict[tuple, Convention], ignored: int = 0) -> Convention:
         chosen = cases.get(given[n + ignored :])
         return chosen and chosen.read(x, *given[:n])
 
-    def samples(s):
-        for options, chosen in cases.items():
-            for values in chosen.samples(s):
-                yield *values, *[None] * ignored, *options
+    says = " or ".join(dict.fromkeys(c.says for c in cases.values()))
+    return Convention(case.tensors, n + ignored + len(options), read, says)
 
-    return Convention(case.tensors, n + ignored + len(options), read, samples, case.says)
+
+def gathered(convention: Convention) -> Convention:
+    """Returns the convention of functions that take tables [max_position, ..], and positions after them."""
+    n = convention.others
+
+    def read(x, *given):
+        *tables, positions = given[: n + 1]
+        return convention.read(x, *(t[positions] for t in tables), *given[n + 1 :])
+
+    return convention._replace(others=n + 1, read=read)
+
+
+# ---- conventions in words ----
+
+_DIMS = r"\[(.+?)\]"
+_WORDS = re.compile(rf"(half-split|interleaved), (?:[a-z_ ,]+ )?{_DIMS}, (complex )?(\w+)(?:(?:,| and) \w+)? {_DIMS}")
+WORDS = "half-split, [batch, heads, seq, head_dim], cos [batch, seq, head_dim]"
+
+
+def in_words(words: str, function: Callable) -> Convention:
+    """Returns the convention that words describe, such as those of WORDS, for a function with these arguments.
+
+    The dimensions of the tables have the names of those of x over which they broadcast. Their last one is head_dim if they
+    hold each number twice, and head_dim / 2 if once. The tables are the argument that is named and the next one, or one
+    argument that is named complex. The arguments before them are q and k, or x.
+
+    Raises ValueError if the words are not understood, or do not fit the arguments.
+    """
+    if not (found := _WORDS.fullmatch(" ".join(words.split()))):
+        raise ValueError(f'like is {words!r} but must be like "{WORDS}", or a known function')
+    pairing, of_x, is_complex, name, of_tables = found.groups()
+    x, (*dims, last) = ([dim.strip() for dim in text.split(",")] for text in (of_x, of_tables))
+    twice, half = last == "head_dim", pairing == "half-split"
+    broadcast = [dim for dim in x[:-1] if dim in dims]
+    if x[-1] != "head_dim" or last not in ("head_dim", "head_dim / 2") or dims != broadcast or (twice and is_complex):
+        raise ValueError(
+            f"like is {words!r}, but x must end with head_dim, and the tables must have some of the dimensions of x before, "
+            "in the same order, and then head_dim (each number twice) or head_dim / 2"
+        )
+    parameters = inspect.signature(function).parameters
+    if name not in parameters or (tensors := [*parameters].index(name)) not in (1, 2):
+        raise ValueError(
+            f"like has the table {name}, but the second or third of {[*parameters]} must be the first table"
+        )
+    form = COMPLEX if is_complex else TWICE if twice and half else ADJACENT if twice else ONCE
+    form = sin_first(form) if name == "sin" else form
+    index = tuple(slice(None) if dim in dims else None for dim in x[:-1])
+    tables = follows(form, index, tensors, interleaved=not half)
+    usual = tuple(p.default for p in [*parameters.values()][tensors + form.arguments :])
+
+    def read(q, *given):
+        as_said = q.dim() == len(x) and all(t.dim() == len(dims) + 1 for t in given[: form.arguments])
+        return tables.read(q, *given[: form.arguments]) if as_said and given[form.arguments :] == usual else None
+
+    return tables._replace(others=len(parameters) - tensors, read=read)

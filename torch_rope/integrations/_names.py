@@ -14,17 +14,11 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 
+from ._text import nested
+
 # find(name, function) returns what takes the place of a function that is called by a name, or None.
 Find = Callable[[str, types.FunctionType], Callable | None]
 _numbers = itertools.count()  # of the names that modules hold
-
-
-def nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields code, and the code of the functions and comprehensions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from nested(constant)
 
 
 def copy_of(

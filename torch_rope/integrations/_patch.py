@@ -10,16 +10,17 @@ import inspect
 import re
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from .._mistakes import wrong_type
-from ._conventions import Convention
+from ._bits import Rounds
+from ._conventions import Convention, Known, in_words
 from ._names import copy_of, renamed
-from ._rotary import Rotary
+from ._rotary import Rotary, known_rotary
 
 ATTRIBUTE = "_torch_rope_patch"  # of a patched model: its Patch
 # fuse(module, owner, name, function, new) returns what takes the place of a method that rotates, and what it fuses, or new
@@ -34,51 +35,64 @@ class Library:
     patch: str  # the name of its function patch
     example: str  # an expression that makes a model
     rotary: re.Pattern  # matches the names of rotary functions
-    conventions: Sequence[Convention]
-    texts: Collection[str]  # the known texts of functions with branches
+    conventions: Mapping[str, Convention]
+    known: Mapping[str, Known]  # rotary functions by their texts
+    unsupported: Mapping[str, str]  # texts of rotary functions, and why torch_rope does not support them
     left_out: re.Pattern = re.compile(r"(torch|builtins)\b")  # matches Python modules whose classes do not rotate
+
+    def rotary_of(self, function: Callable, name: str, rounding: str) -> Rotary:
+        """Returns the Rotary of a function whose text is known, or raises NotImplementedError."""
+        return known_rotary(function, name, self.conventions, self.known, self.unsupported, rounding)
 
     def advice(self) -> str:
         return (
-            f"{self.patch.removesuffix('patch')}register puts a function of yours in its place, or in that of what calls it "
-            "(docs/integrations/transformers.md has an example)"
+            f"{self.patch.removesuffix('patch')}register(function, like=...) says what a function of yours does, and register("
+            "function, replacement) puts another one in its place (docs/integrations/transformers.md has examples)"
         )
 
 
 # ---- functions ----
 
-_registered: dict[types.FunctionType, types.FunctionType] = {}
-_found: dict[tuple, Rotary] = {}  # what takes the place of rotary functions
+# What takes the place of functions of users: a function, or what it does.
+_registered: dict[types.FunctionType, types.FunctionType | tuple[Known, Convention]] = {}
 
 
-def register(function: types.FunctionType, replacement: types.FunctionType | None) -> None:
-    """Lets :func:`patch` put a function of yours in the place of a function that it refuses.
-
-    Models that are patched from now on call the replacement where they called the function. Nothing is compared: that
-    the replacement does the same is up to you. docs/integrations/transformers.md has an example.
-
-    Args:
-        function: a function of a modeling file, as the module there holds it, or a method, as its class holds it.
-        replacement: a function with the same arguments, ``self`` included, or None to take the replacement back.
-
-    Raises:
-        TypeError: function or replacement is not a Python function, or their arguments have different names.
-    """
-    for name, value in {"function": function, "replacement": replacement or function}.items():
+def register(
+    library: Library, function: types.FunctionType, replacement: types.FunctionType | None, like: str | Callable | None
+) -> None:
+    """Does what register of a library does."""
+    name = f"{library.patch.removesuffix('patch')}register"
+    for argument, value in {"function": function, "replacement": replacement or function}.items():
         if not isinstance(value, types.FunctionType):
             must_be = "a function, such as modeling_clvp.apply_rotary_pos_emb"
-            raise wrong_type("torch_rope register", name, value, must_be)
-    if replacement is None:
-        _registered.pop(function, None)
-        return
-    arguments, expected = (list(inspect.signature(f).parameters) for f in (replacement, function))
+            raise wrong_type(name, argument, value, must_be)
+    if replacement is not None and like is not None:
+        raise ValueError(f"{name}: replacement and like are both given but must be one of them")
+    arguments, expected = (list(inspect.signature(f).parameters) for f in (replacement or function, function))
     if arguments != expected:
         raise TypeError(
-            f"torch_rope register: replacement has the arguments {arguments} but must have those of the function, {expected}"
+            f"{name}: replacement has the arguments {arguments} but must have those of the function, {expected}"
         )
-    new = copy_of(replacement, replacement.__code__, replacement.__closure__)
-    vars(new)["_torch_rope"] = (f"{function.__name__} is {replacement.__qualname__}, which was registered",)
-    _registered[function] = new
+    if like is None and replacement is None:
+        _registered.pop(function, None)
+    elif replacement is not None:
+        new = copy_of(replacement, replacement.__code__, replacement.__closure__)
+        vars(new)["_torch_rope"] = (f"{function.__name__} is {replacement.__qualname__}, which was registered",)
+        _registered[function] = new
+    elif isinstance(like, str):
+        try:
+            convention = in_words(like, function)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        _registered[function] = Known(like, Rounds(), partial=True), convention
+    else:
+        try:
+            model = library.rotary_of(like, "", "eager")
+        except NotImplementedError as error:
+            raise ValueError(f"{name}: like is a function that is not known: {error}") from None
+        if (n := model.convention.tensors + model.convention.others) != len(expected):
+            raise ValueError(f"{name}: like is a function of {n} arguments, but function has {expected}")
+        _registered[function] = model.known, model.convention
 
 
 # ---- methods and processors ----
@@ -86,79 +100,80 @@ def register(function: types.FunctionType, replacement: types.FunctionType | Non
 
 @dataclass
 class Replaced:
-    """A method of a module that was replaced, or a processor, which is an object that a module calls."""
+    """A module or a processor, which is an object that a module calls, whose class was replaced by a subclass.
+
+    A module keeps its identity and gets the other class. A processor, which other models may share, is replaced.
+    """
 
     path: str
     module: nn.Module
-    attribute: str  # the module's attribute that holds the method or processor
-    now: Any
-    before: Any  # None if the module itself had no such attribute
-    calls: tuple[str, ...]  # what is called in it, in words
+    attribute: str  # the module's attribute that holds the processor, or an empty text
+    now: Any  # the class, or the processor
+    before: Any
+    methods: dict[str, types.FunctionType]  # by name
+    calls: tuple  # what is called in them; str() of it is in words
 
-    @classmethod
-    def method(cls, path: str, module: nn.Module, name: str, function: Callable, calls: tuple[str, ...]) -> "Replaced":
-        attribute = _attribute_of(module, name)
-        return cls(path, module, attribute, types.MethodType(function, module), vars(module).get(attribute), calls)
-
-    def holder(self) -> tuple[dict, str] | None:
-        """Returns the namespace that holds the replacement now, and the name in it, or None if nothing holds it."""
-        namespaces = vars(self.module), self.module._modules
-        return next(((ns, name) for ns in namespaces for name, value in ns.items() if value is self.now), None)
+    def is_there(self) -> bool:
+        if not self.attribute:
+            return isinstance(self.module, self.now)  # FSDP makes a subclass
+        return any(value is self.now for space in (vars(self.module), self.module._modules) for value in space.values())
 
     def place(self) -> None:
-        namespace = self.module._modules if self.attribute in self.module._modules else vars(self.module)
-        namespace[self.attribute] = self.now
-        vars(self.module)["_replicate_for_data_parallel"] = types.MethodType(_replicate_for_data_parallel, self.module)
+        if self.attribute:
+            space = self.module._modules if self.attribute in self.module._modules else vars(self.module)
+            space[self.attribute] = self.now
+        else:
+            self.module.__class__ = self.now
+            self._bind(self.before, self.now)
 
     def undo(self) -> bool:
-        """Restores the attribute. Returns False if it was replaced since."""
-        if (held := self.holder()) is None:
-            return False
-        namespace, name = held
-        vars(self.module).pop("_replicate_for_data_parallel", None)
-        if not isinstance(self.now, types.MethodType):
-            vars(self.before).update(vars(self.now))  # the state that the processor has now
-        if self.before is None and name == self.attribute:
-            del namespace[name]
-        else:  # accelerate's hook, say, calls the method under another name, which must stay
-            namespace[name] = self.before or getattr(type(self.module), self.attribute).__get__(self.module)
-        return True
+        """Restores the class or the processor. Returns False if it was replaced since."""
+        if not self.attribute:
+            if type(self.module) is self.now:
+                self.module.__class__ = self.before
+                self._bind(self.now, self.before)
+            return type(self.module) is self.before
+        for space in (vars(self.module), self.module._modules):
+            for name in [name for name, value in space.items() if value is self.now]:
+                vars(self.before).update(vars(self.now))  # the state that the processor has now
+                space[name] = self.before
+                return True
+        return False
+
+    def _bind(self, old: type, new: type) -> None:
+        """Replaces the methods that the module itself holds, as the hooks of accelerate make it hold them."""
+        functions = {getattr(old, name): getattr(new, name) for name in self.methods}
+        for name, value in vars(self.module).items():
+            if isinstance(value, types.MethodType) and value.__self__ is self.module and value.__func__ in functions:
+                vars(self.module)[name] = types.MethodType(functions[value.__func__], self.module)
 
     def __str__(self) -> str:
-        method = isinstance(self.now, types.MethodType)
-        path = f"{self.path}.{self.now.__name__ if method else self.attribute}".lstrip(".")
-        path, owner = re.sub(r"\b\d+\b", "*", path), type(self.module if method else self.now).__name__
-        return f"{path} of %d {owner}: {'; '.join(self.calls)}"
+        path, owner = re.sub(r"\b\d+\b", "*", self.name()), type(self.now if self.attribute else self.module).__name__
+        return f"{path} of %d {owner}: {'; '.join(map(str, self.calls))}"
+
+    def name(self) -> str:
+        return f"{self.path}.{self.attribute or ', '.join(self.methods)}".lstrip(".")
 
 
-def _attribute_of(module: Any, method: str) -> str:
-    """Returns the attribute of a module's own method. The hooks of accelerate keep its forward under another name."""
-    return "_old_forward" if method == "forward" and "_old_forward" in vars(module) else method
-
-
-# nn.DataParallel calls the method of this name, and pickle looks the name up in the class.
-def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
-    """Returns a replica whose copies of replaced methods belong to the replica and use its weights."""
-    replica = type(self)._replicate_for_data_parallel(self)
-    for name, value in vars(replica).items():
-        if isinstance(value, types.MethodType) and value.__self__ is self:
-            vars(replica)[name] = types.MethodType(value.__func__, replica)
-    return replica
-
-
-def _processor_class(old: type, methods: tuple[tuple[str, Callable], ...]) -> type:
-    """Returns a subclass that has these methods, and whose objects are pickled as objects of the class."""
+def _subclass(old: type, methods: tuple[tuple[str, types.FunctionType], ...]) -> type:
+    """Returns a subclass that has these methods. Its objects are copied as they are, and pickled as objects of the class."""
 
     def reduce(self, _):  # pickle finds the old class by its name
         return copyreg._reconstructor, (old, object, None), vars(self)
+
+    def shallow(self):
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        return new
 
     def deepcopy(self, memo):
         memo[id(self)] = new = object.__new__(type(self))
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new
 
-    names = {"__module__": old.__module__, "__qualname__": old.__qualname__}
-    return type(old.__name__, (old,), {**dict(methods), **names, "__reduce_ex__": reduce, "__deepcopy__": deepcopy})
+    names = {"__module__": old.__module__, "__qualname__": old.__qualname__, "__doc__": old.__doc__}
+    copies = {"__reduce_ex__": reduce, "__copy__": shallow, "__deepcopy__": deepcopy}
+    return type(old.__name__, (old,), {**dict(methods), **names, **copies})
 
 
 class _Search:
@@ -167,24 +182,31 @@ class _Search:
     def __init__(self, library: Library, rounding: str, fuse: Fuse | None, name: str, ours: list[Replaced], undo: str):
         self.library, self.rounding, self.name, self.undo = library, rounding, name, undo  # errors say name and undo
         self.fuse: Fuse = fuse or (lambda module, owner, name, function, new: (new, ""))
-        self.ours = {(r.module, r.attribute) for r in ours} | {(r.now, "__call__") for r in ours}
+        self.ours = {r.now if r.attribute else r.module for r in ours}
+        # torch.compile compiles once for all layers and processors of one class. A model may have many thousand modules,
+        # of few classes.
+        self.subclass: Callable[..., type] = functools.cache(_subclass)
         self._known: dict[types.FunctionType, types.FunctionType] = {}
-        # torch.compile compiles once for all processors of one class. A model may have many thousand modules, of few classes.
-        self._class: Callable[..., type] = functools.cache(_processor_class)
+        self._rotaries: dict[tuple, Rotary] = {}
         self._methods: Callable[[type], dict[str, list]] = functools.cache(self._methods_of)
         self._may_process: Callable[[type], bool] = functools.cache(_may_process)
 
     def of(self, model: nn.Module) -> Iterator[Replaced]:
         for path, module in model.named_modules():
-            for name, function, calls in self._methods_that_rotate(module, module, path):
-                yield Replaced.method(path, module, name, function, calls)
+            if module not in self.ours and (found := [*self._methods_that_rotate(module, module, path)]):
+                yield self.replaced(path, module, "", type(module), found)
             for attribute, old in [*vars(module).items(), *module._modules.items()]:
-                new = self._may_process(type(old)) and hasattr(old, "__dict__") and (module, attribute) not in self.ours
+                new = self._may_process(type(old)) and hasattr(old, "__dict__") and old not in self.ours
                 if new and (found := [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]):
-                    now: Any = object.__new__(self._class(type(old), tuple(method[:2] for method in found)))
-                    vars(now).update(vars(old))
-                    calls = tuple(dict.fromkeys(call for *_, calls in found for call in calls))
-                    yield Replaced(path, module, attribute, now, old, calls)
+                    yield self.replaced(path, module, attribute, old, found)
+
+    def replaced(self, path: str, module: nn.Module, attribute: str, before: Any, found: list[tuple]) -> Replaced:
+        methods, calls = tuple(method[:2] for method in found), tuple(call for *_, calls in found for call in calls)
+        now: Any = self.subclass(type(before) if attribute else before, methods)
+        if attribute:
+            now = object.__new__(now)
+            vars(now).update(vars(before))
+        return Replaced(path, module, attribute, now, before, dict(methods), tuple(dict.fromkeys(calls)))
 
     def _methods_of(self, cls: type) -> dict[str, list[types.FunctionType]]:
         """Returns the methods of a class by name, overriding ones first, but for base classes that are left out."""
@@ -197,14 +219,12 @@ class _Search:
     def _methods_that_rotate(self, owner: Any, module: nn.Module, path: str) -> Iterator[tuple]:
         """Yields the names of methods that rotate and are not patched, what takes their place, and what that calls."""
         for name, (function, *inherited) in self._methods(type(owner)).items():
-            attribute = _attribute_of(owner, name)
-            if (owner, attribute) in self.ours:
-                continue
             method = f"{type(owner).__name__}.{name} of {path or 'the model itself'}"
             where = f"{self.name} is not patched: {method}"
-            current = vars(owner).get(attribute)
-            bound = getattr(current, "__self__", None) is owner
-            function = current.__func__ if bound else function
+            # The hooks of accelerate keep a module's own forward under another name.
+            held = vars(owner).get("_old_forward") if name == "forward" else None
+            held = vars(owner).get(name) if held is None else held
+            bound = getattr(held, "__self__", None) is owner and held.__func__ is function
             if "_torch_rope" in vars(function):
                 there = "; ".join(map(str, vars(function)["_torch_rope"]))
                 raise ValueError(
@@ -215,15 +235,14 @@ class _Search:
             except NotImplementedError as error:
                 raise self._refused(where, error) from None
             if new is not function:
-                if current is not None and not bound:
+                if held is not None and not bound:
                     raise NotImplementedError(
-                        f"{where} was replaced by {current!r} but must be a method of the module; patch the model before "
+                        f"{where} was replaced by {held!r} but must be a method of the class; patch the model before "
                         "the method is replaced"
                     )
                 fused, note = self.fuse(module, owner, name, function, new)
                 note = f"{'kept apart, because' if fused is new else 'fused:'} {note}" if note else ""
-                # The text of a Rotary says how it rounds, so that is tried here, and not in a forward.
-                yield name, fused, (*map(str, vars(fused)["_torch_rope"]), *filter(None, [note]))
+                yield name, fused, (*vars(fused)["_torch_rope"], *filter(None, [note]))
             elif re.match("_?apply_(rotary|rope)", name):
                 raise self._refused(where, "must call a rotary function that can be replaced but does not")
             elif "super" in inspect.unwrap(function).__code__.co_names and [*map(self._tried, inherited)] != inherited:
@@ -234,7 +253,8 @@ class _Search:
 
     def _renamed(self, function: types.FunctionType) -> types.FunctionType:
         """Returns a method that calls torch_rope, or the method itself if it calls no rotary function."""
-        return _registered.get(function) or renamed(function, self._find, self._known)
+        new = _registered.get(function)
+        return new if isinstance(new, types.FunctionType) else renamed(function, self._find, self._known)
 
     def _tried(self, function: types.FunctionType) -> types.FunctionType | None:
         """Returns what _renamed returns, or None if the function calls a rotary function that is not known."""
@@ -244,14 +264,15 @@ class _Search:
 
     def _find(self, name: str, function: types.FunctionType) -> Callable | None:
         """Returns what takes the place of a function, or None if its name is not that of a rotary function."""
-        library = self.library
-        if function in _registered or not library.rotary.search(name):
-            return _registered.get(function)
-        key = name, getattr(function, "__code__", function), function.__module__, library.patch, self.rounding
+        new = _registered.get(function)
+        if isinstance(new, types.FunctionType) or not (new or self.library.rotary.search(name)):
+            return new
+        key = name, function.__module__, getattr(function, "__code__", function), function.__defaults__
         try:
-            if key not in _found:
-                _found[key] = Rotary(function, name, library.conventions, library.texts, self.rounding)
-            return _found[key]
+            if key not in self._rotaries:
+                found = new and Rotary(function, name, *new, self.rounding)
+                self._rotaries[key] = found or self.library.rotary_of(function, name, self.rounding)
+            return self._rotaries[key]
         except NotImplementedError as error:
             new = self._tried(function)  # it may call other rotary functions for parts of the channels
             if new in (None, function):
@@ -279,12 +300,12 @@ class Patch(contextlib.AbstractContextManager):
         """Returns what is still in the model."""
         parts = [self._model] if isinstance(self._model, nn.Module) else self._model.components.values()
         there = {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}
-        return [r for r in self._replaced if r.holder() is not None and r.module in there]
+        return [r for r in self._replaced if r.is_there() and r.module in there]
 
     def add(self, replaced: list[Replaced], notes: list[str]) -> None:
         for r in replaced:
             r.place()
-        self._replaced, self.notes = [r for r in self._replaced if r.holder() is not None] + replaced, notes
+        self._replaced, self.notes = [r for r in self._replaced if r.is_there()] + replaced, notes
         vars(self._model)[ATTRIBUTE] = self
 
     def undo(self) -> None:
@@ -293,11 +314,9 @@ class Patch(contextlib.AbstractContextManager):
         Warns:
             UserWarning: a method or processor was replaced after ``patch``, and stays as it is.
         """
-        gone = [f"{r.path}.{r.attribute}" for r in self._replaced if not r.undo()]
-        has_classes = any(not isinstance(r.now, types.MethodType) for r in self._replaced)
+        gone = [r.name() for r in self._replaced if not r.undo()]
         self._replaced = []
-        if has_classes:
-            gc.collect()  # nothing else frees the classes of processors, whose code holds names in modules
+        gc.collect()  # nothing else frees the classes, whose code holds names in modules
         if vars(self._model).get(ATTRIBUTE) is self:
             del vars(self._model)[ATTRIBUTE]
         if gone:
@@ -360,10 +379,11 @@ def patch_model(
         advice = f"a model of {other}; pass it to torch_rope.integrations.{other}.patch"
         raise type(error)(f"{library.patch}: model is of type {search.name}, {advice}") from None
     for path, module in model.named_modules():
-        if angles and (module, _attribute_of(module, "forward")) not in search.ours:
+        if angles and module not in search.ours:
             forward, note = angles(model, path)
             if forward:
-                replaced.append(Replaced.method(path, module, "forward", forward, vars(forward)["_torch_rope"]))
+                found = [("forward", forward, vars(forward)["_torch_rope"])]
+                replaced.append(search.replaced(path, module, "", type(module), found))
             notes += [f"{path}: {note}"] if note else []
     patched.add(replaced, notes)
     return patched

@@ -1,9 +1,9 @@
 """The text of a function: all that decides what it computes.
 
 Two functions with the same text compute the same. The text is that of the source, without comments, docstrings, annotations
-and white space, with the defaults, with the texts of the functions that it calls, and with the other globals that it uses.
-A function has no text if one of these is not there: no source, a source that was changed since it was compiled, a closure,
-or a global that is neither a constant nor a function.
+and white space, with the defaults, with the texts of the functions that it calls, and with the other globals that it uses, or names of its
+closure. A function has no text if one of these is not there: no source, a source that was changed since it was compiled, or
+a global that is neither a constant nor a function.
 """
 
 import ast
@@ -61,24 +61,39 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
 def _described(function: Any, roles: frozenset, owner: type, outer: tuple) -> str:
     if not isinstance(function, types.FunctionType):
         raise NoText(f"{function!r} is no function of Python")
-    if function.__closure__:
-        raise NoText(f"{function.__name__} has a closure")
     tree, outer = _tree(function), (*outer, function)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    if not all(isinstance(d, _PLAIN) for d in defaults):
-        raise NoText(f"{function.__name__} has defaults that are no constants")
+    expected = [*tree.args.defaults, *filter(None, tree.args.kw_defaults)]
+    if not _is_plain(defaults) or len(defaults) != len(expected):
+        raise NoText(f"the defaults of {function.__name__} are no constants, or not there")
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    try:
+        held = function.__globals__ | {name: cell.cell_contents for name, cell in cells}
+    except ValueError:
+        raise NoText(f"{function.__name__} needs names of the function around it") from None
     local = {name for code in nested(function.__code__) for name in (*code.co_varnames, *code.co_cellvars)}
     names = {node.id for node in ast.walk(ast.Module(_meaning(tree.body), [])) if isinstance(node, ast.Name)} - local
     parts = [_dumped(tree.args) + _dumped(tree.body), repr(defaults)]
     for name in sorted(names - roles):
-        value = function.__globals__.get(name, getattr(builtins, name, None))
+        value = held.get(name, getattr(builtins, name, None))
         parts.append(f"{name}: {_of_global(name, value, roles, outer)}")
     me = function.__code__.co_varnames[:1]
     for name in sorted({n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_name(n.value, me)}):
         method = inspect.getattr_static(owner, name, None)
-        if isinstance(method, types.FunctionType) and not method.__module__.startswith("torch.") and method not in outer:
+        if (
+            isinstance(method, types.FunctionType)
+            and not method.__module__.startswith("torch.")
+            and method not in outer
+        ):
             parts.append(f"self.{name}: {_described(plain(method), roles, owner, outer)}")
     return "; ".join(parts)
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value is a constant, or a tuple, list or dictionary of constants."""
+    if isinstance(value, dict):
+        return _is_plain([*value, *value.values()])
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
 
 
 def _is_name(node: ast.AST, names: Collection[str]) -> bool:
@@ -87,7 +102,7 @@ def _is_name(node: ast.AST, names: Collection[str]) -> bool:
 
 def _of_global(name: str, value: Any, roles: frozenset, outer: tuple) -> str:
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
-    if isinstance(value, _PLAIN):
+    if _is_plain(value):
         return repr(value)
     if module.partition(".")[0] in _FIXED or isinstance(value, type):
         return f"{module}.{getattr(value, '__qualname__', '')}"

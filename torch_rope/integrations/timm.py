@@ -5,35 +5,42 @@ belong to a head (mixed frequencies) or to an image (NaFlexViT).
 """
 
 import re
+from collections.abc import Callable
+from types import FunctionType
 
 from torch import nn
 
 from .._mistakes import named
-from ._conventions import ADJACENT, TWICE, by_options, follows, side_by_side, sin_first
-from ._patch import Library, Patch, patch_model, register
+from . import _patch
+from ._conventions import ADJACENT, TWICE, Convention, Form, by_options, follows, side_by_side, sin_first
+from ._known_timm import FUNCTIONS, UNSUPPORTED
+from ._patch import Library, Patch, patch_model
 
 __all__ = ["Patch", "patch", "register"]
 
-SHAPES = ["batch heads seq: seq", "batch heads seq: heads seq", "batch heads seq: batch 1 seq"]
-SHAPES += ["batch heads seq: batch heads seq", "batch seq: seq"]
-FORMS = {False: ADJACENT, True: TWICE}
 
+def _by_half(change: Callable[[Form], Form]) -> Convention:
+    """Returns the convention of functions whose last argument, half, chooses the pairing."""
+    return by_options({(half,): follows(change(form)) for half, form in {False: ADJACENT, True: TWICE}.items()})
+
+
+# Tables have a batch, or heads, if they broadcast over x in this way.
+CONVENTIONS = {"two tables": _by_half(sin_first), "one table": _by_half(lambda form: side_by_side(sin_first(form)))}
 LIBRARY = Library(
     patch="torch_rope.integrations.timm.patch",
     example='timm.create_model("vit_small_patch16_dinov3")',
     rotary=re.compile("(^|_)apply_rot"),
-    conventions=(
-        # apply_rot_embed, and apply_rot_embed_list for one tensor; the last argument is half
-        by_options({(half,): follows(sin_first(form), *SHAPES) for half, form in FORMS.items()}),
-        # apply_rot_embed_cat
-        by_options({(half,): follows(side_by_side(sin_first(form)), *SHAPES) for half, form in FORMS.items()}),
-    ),
-    texts={
-        "4f8f5e43431d": "apply_rot_embed",
-        "6b18cd3092d8": "apply_rot_embed_list",
-        "f05dbcbbf54a": "apply_rot_embed_cat",
-    },
+    conventions=CONVENTIONS,
+    known=FUNCTIONS,
+    unsupported=UNSUPPORTED,
 )
+
+
+def register(
+    function: FunctionType, replacement: FunctionType | None = None, *, like: str | Callable | None = None
+) -> None:
+    """Does what :func:`torch_rope.integrations.transformers.register` does, for models of timm."""
+    _patch.register(LIBRARY, function, replacement, like)
 
 
 @named

@@ -4,15 +4,19 @@ In each attention layer of diffusers, one of some forty functions rotates q and 
 """
 
 import re
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from ..._mistakes import named
+from .. import _patch
 from .._angles import of_diffusers
-from .._patch import Library, Patch, packages_of, patch_model, register
-from .conventions import CONVENTIONS, TEXTS
+from .._patch import Library, Patch, packages_of, patch_model
+from .conventions import CONVENTIONS
 from .fuse import fuser
+from .known import FUNCTIONS, UNSUPPORTED
 
 __all__ = ["Patch", "patch", "register"]
 
@@ -21,8 +25,16 @@ LIBRARY = Library(
     example="FluxTransformer2DModel.from_pretrained(...)",
     rotary=re.compile("(^|_)rotate(_|$)|(^|_)apply_.*(rotary|rope|rot)(_|$)|(rotary|rope)_apply"),
     conventions=CONVENTIONS,
-    texts=TEXTS,
+    known=FUNCTIONS,
+    unsupported=UNSUPPORTED,
 )
+
+
+def register(
+    function: FunctionType, replacement: FunctionType | None = None, *, like: str | Callable | None = None
+) -> None:
+    """Does what :func:`torch_rope.integrations.transformers.register` does, for models of diffusers."""
+    _patch.register(LIBRARY, function, replacement, like)
 
 
 @named
@@ -45,7 +57,7 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
         parts = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         encoders = {name: part for name, part in parts.items() if "transformers" in packages_of(part)}
         modules = nn.ModuleDict({name: part for name, part in parts.items() if name not in encoders})
-    patched = patch_model(LIBRARY, modules, options, fuser() if fuse else None, angles, model)
+    patched = patch_model(LIBRARY, modules, options, fuser(rounding) if fuse else None, angles, model)
     ours = [r.path for r in patched.left()]
     left = _left_as_they_are(modules, ours, "its formula is written out, in no function that torch_rope could replace")
     left += _left_as_they_are(nn.ModuleDict(encoders), [], "torch_rope.integrations.transformers has a patch for it")

@@ -5,14 +5,18 @@ one model. :func:`kernel_mapping` replaces it through transformers' own mechanis
 """
 
 import re
+from collections.abc import Callable
+from types import FunctionType
 
 from torch import nn
 
 from ..._mistakes import named
+from .. import _patch
 from .._angles import of_transformers
-from .._patch import Library, Patch, patch_model, register
-from .conventions import CONVENTIONS, TEXTS
+from .._patch import Library, Patch, patch_model
+from .conventions import CONVENTIONS
 from .hub import apply_rotary_transformers, kernel_mapping
+from .known import FUNCTIONS, UNSUPPORTED
 
 __all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch", "register"]
 
@@ -21,27 +25,55 @@ LIBRARY = Library(
     example="AutoModelForCausalLM.from_pretrained(...)",
     rotary=re.compile("(^|_)(rotary|rope|rotate)(_|$)"),
     conventions=CONVENTIONS,
-    texts=TEXTS,
+    known=FUNCTIONS,
+    unsupported=UNSUPPORTED,
     left_out=re.compile(r"(torch|builtins|transformers(?!\.models\b))\b"),
 )
+
+
+def register(
+    function: FunctionType, replacement: FunctionType | None = None, *, like: str | Callable | None = None
+) -> None:
+    """Tells :func:`patch` what a rotary function of yours does, or puts another function in its place.
+
+    It holds for models that are patched from now on. Nothing is tried: that the function does so is up to you. Without
+    replacement and like, what was registered of the function is forgotten. docs/integrations/transformers.md has examples.
+
+    Args:
+        function: a function of a modeling file, as the module there holds it, or a method, as its class holds it.
+        replacement: a function with the same arguments, ``self`` included, that is called in its place.
+        like: a function whose text is known, with arguments that mean the same in the same order, or words such as
+            ``"half-split, [batch, heads, seq, head_dim], cos [batch, seq, head_dim]"``: the pairing (half-split or
+            interleaved), the dimensions of x, and the first table by the name of its argument. The tables broadcast over
+            the dimensions of x that they do not name; ``head_dim / 2`` at last means that they have each number once, and
+            ``complex freqs_cis [..]`` that the table is complex. A table ``sin`` comes before ``cos``. Other arguments
+            must have their defaults in a call, or the function itself is called, as for other numbers of dimensions.
+            Each operation rounds then, in the dtype to which x and the tables promote.
+
+    Raises:
+        TypeError: function or replacement is not a Python function, or their arguments have different names.
+        ValueError: like is not understood, does not fit the arguments, or is a function that is not known.
+    """
+    _patch.register(LIBRARY, function, replacement, like)
 
 
 @named
 def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exact_angles: bool = False) -> "Patch":
     """Makes a model of transformers rotate q and k with torch_rope, for inference and training.
 
-    ``patch`` finds out what a rotary function does by calling it on random numbers. The change takes effect at once and
-    concerns this model only. Weights, hooks and caches are not touched. A deepcopy of a patched model is patched; a model
-    that was pickled and loaded is not. To patch a model again adds what is new in it.
+    ``patch`` knows rotary functions and attention layers by their texts, and refuses a function whose text it does not know.
+    The change takes effect at once and concerns this model only: a layer gets a subclass of its class. Weights, hooks and
+    caches are not touched. A copy of a patched model or layer is patched; one that was pickled and loaded is not. To patch
+    a model again adds what is new in it.
 
     Args:
         model: a model of transformers, or any module that contains one.
         rounding: "eager" keeps the bits of the unpatched model's logits and gradients, on a CPU without
             ``torch.compile``. The Patch lists the functions whose bits differ. "once" rounds once, at the end,
             which is more accurate; q and k keep their dtype then, also where the tables are wider (autocast).
-        fuse: also fuses what stands around the rotation in attention layers like Llama's: the norm of q and k, and the
-            write into a StaticCache. Results differ in their last bits. The Patch lists the layers that are not fused,
-            and why.
+        fuse: also fuses what stands around the rotation in attention layers that are known: the norm of q and k, and the
+            write into a StaticCache. Results differ in the last bits of a norm's sum. The Patch lists the layers that are
+            not fused, and why.
         exact_angles: also makes the rotary modules compute in float64. The Patch lists the modules that do not, and why.
             If a rotary module is changed later, its next forward follows the change, or raises ValueError.
 
@@ -62,4 +94,4 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
     if fuse:
         from .fuse import fuser  # transformers must be installed for it
     angles = (lambda model, path: of_transformers(model.get_submodule(path))) if exact_angles else None
-    return patch_model(LIBRARY, model, options, fuser() if fuse else None, angles)
+    return patch_model(LIBRARY, model, options, fuser(rounding) if fuse else None, angles)

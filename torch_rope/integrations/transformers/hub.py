@@ -1,14 +1,14 @@
 """Replaces rotary functions through transformers' own mechanism, the kernels package."""
 
-import types
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._rotary import Rotary
-from .conventions import CONVENTIONS, TEXTS
+from .._rotary import Rotary, known_rotary
+from .conventions import CONVENTIONS
+from .known import FUNCTIONS, UNSUPPORTED
 
 
 def kernel_mapping() -> dict:
@@ -37,10 +37,11 @@ _rotaries: dict[type, Rotary] = {}
 
 
 @torch.compiler.assume_constant_result
-def _try(kernel: Any) -> None:
+def _rotary_of(kernel: Any) -> None:
+    """Finds the Rotary of a class of kernels."""
     if kernel not in _rotaries:
-        function = types.MethodType(kernel.forward, kernel)  # the module has no state, so self may be anything
-        _rotaries[kernel] = Rotary(function, kernel.kernel_layer_name, CONVENTIONS, TEXTS)
+        [function] = [c.cell_contents for c in kernel.forward.__closure__]
+        _rotaries[kernel] = known_rotary(function, kernel.kernel_layer_name, CONVENTIONS, FUNCTIONS, UNSUPPORTED)
 
 
 class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own mapping has this name
@@ -52,5 +53,5 @@ class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own map
     can_torch_compile = has_backward = True
 
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        _try(type(self))
+        _rotary_of(type(self))
         return _rotaries[type(self)](q, k, cos, sin, unsqueeze_dim)
