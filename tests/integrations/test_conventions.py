@@ -130,7 +130,9 @@ def apply_rotary_with_an_object(x, cos, sin, log=object()):  # noqa: B008
 exec("def apply_rotary_of_a_shell(x, cos, sin): return rotated(x, cos, sin)")
 UNKNOWN = {
     apply_rotary_with_an_object: "it has no text that could be known: the defaults of apply_rotary_with_an_object are no constants",
-    globals()["apply_rotary_of_a_shell"]: "it has no text that could be known: the source of apply_rotary_of_a_shell is not",
+    globals()[
+        "apply_rotary_of_a_shell"
+    ]: "it has no text that could be known: the source of apply_rotary_of_a_shell is not",
     lambda x, cos, sin: rotated(x, cos, sin): "it has no text that could be known: the source of <lambda> is not that",
 }
 

@@ -101,7 +101,7 @@ class Trial:
             )
             if actual is None or not _close(actual[0], expected[0]):
                 return 0, computed
-            alike = [g.stride() for g in actual[1]] == [g.stride() for g in expected[1]]
+            alike = [*map(strides, actual[1])] == [*map(strides, expected[1])]
             least = min(least, [*map(_same, actual, expected), alike, False].index(False) + CLOSE)
             if least <= at_least:
                 break

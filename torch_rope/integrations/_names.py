@@ -12,7 +12,7 @@ import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from ._text import nested
 
@@ -56,18 +56,18 @@ def _renamed(function: types.FunctionType, find: Find, known: dict) -> types.Fun
     if isinstance(inner, types.FunctionType):
         return _decorated(function, inner, renamed(inner, find, known))
     names, codes = {}, {}  # what is called, by its name or its code, and the namespace that gets another name for it
-    for name, value, home in _functions(function):
-        new = find(name, value)
-        if new is None and value.__module__ == function.__module__ and value is not function:
-            new = renamed(value, find, known)
-        if new is not None and new is not value:
-            names[name] = home, new
     _, *inside = nested(function.__code__)
     for code in inside:
         if (new := find(code.co_name, made_inside(function, code))) is not None:
             if code.co_freevars:
                 raise NotImplementedError(f"defines {code.co_name}, which needs names of the function around it")
             codes[code] = function.__globals__, new
+    for name, value, home in _functions(function, codes):
+        new = find(name, value)
+        if new is None and value.__module__ == function.__module__ and value is not function:
+            new = renamed(value, find, known)
+        if new is not None and new is not value:
+            names[name] = home, new
     if not names and not codes:
         return function
     result = copy_of(function, _replaced(function.__code__, names, codes), function.__closure__)
@@ -90,11 +90,15 @@ def _decorated(function: types.FunctionType, inner: Callable, new: Callable) -> 
     return result
 
 
-def _functions(function: types.FunctionType) -> Iterator[tuple[str, types.FunctionType, dict]]:
-    """Yields the functions that a function loads as globals, or imports inside: the name, the function, and the
-    namespace that holds it."""
+def _functions(
+    function: types.FunctionType, replaced: Collection[types.CodeType]
+) -> Iterator[tuple[str, types.FunctionType, dict]]:
+    """Yields the functions that a function loads as globals, or imports inside, but for those of replaced code: the name, the
+    function, and the namespace that holds it."""
     seen = set()
     for code in nested(function.__code__):
+        if code in replaced:
+            continue
         home, constants = {}, []
         for i in dis.get_instructions(code):
             if i.opname.startswith("LOAD_CONST") or i.opname == "LOAD_SMALL_INT":
