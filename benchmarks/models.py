@@ -114,9 +114,8 @@ def function_of(case: Case, data: Data) -> tuple[Callable, list, dict]:
     from diffusers.models import embeddings
     from diffusers.models.transformers import transformer_ltx, transformer_qwenimage
 
-    from torch_rope.integrations._conventions import ADJACENT, TWICE
-
-    cos, sin = (ADJACENT if case.interleaved else TWICE).tables(*data.rows)  # [1, seq, rotary_dim]
+    # [1, seq, rotary_dim]
+    cos, sin = (t.repeat_interleave(2, -1) if case.interleaved else torch.cat([t, t], -1) for t in data.rows)
     pair = [(cos[0], sin[0])]
     if case.model == "Wan":
         return wan_rotation(), [cos[:, :, None], sin[:, :, None]], {}
@@ -133,12 +132,11 @@ def function_of(case: Case, data: Data) -> tuple[Callable, list, dict]:
 @adapter("diffusers", "function of diffusers")
 def rotary_function(case: Case, data: Data, patched=False) -> Run:
     """The rotary function of a model of diffusers, or what takes its place in a patched model, for q and for k."""
-    from torch_rope.integrations._rotary import Rotary
-    from torch_rope.integrations.diffusers.conventions import CONVENTIONS, TEXTS
+    from torch_rope.integrations.diffusers import LIBRARY
 
     function, tables, options = function_of(case, data)
     if patched:
-        function = Rotary(function, case.model, CONVENTIONS, TEXTS)
+        function = LIBRARY.rotary_of(function, case.model, "eager")
 
     def rotate(x):
         if case.model == "LTX":  # x is [batch, seq, channels]

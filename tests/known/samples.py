@@ -12,10 +12,11 @@ class Sizes(NamedTuple):
     batch: int
     seq: int
     heads: int
+    more: int = 0  # how many more heads k has
 
 
 # One token, one head, as many tokens as heads, as many as the batch, and tables longer than a vector.
-SIZES = [Sizes(2, 5, 3), Sizes(2, 1, 3), Sizes(2, 5, 1), Sizes(2, 3, 3), Sizes(3, 3, 2), Sizes(1, 70, 2)]
+SIZES = [Sizes(2, 5, 3, 1), Sizes(2, 1, 3), Sizes(2, 5, 1, 1), Sizes(2, 3, 3), Sizes(3, 3, 2), Sizes(1, 70, 2, 1)]
 
 
 class Sample:
@@ -27,11 +28,11 @@ class Sample:
         self.dtypes = dtypes  # of x and of the tables
         self.random = torch.Generator().manual_seed(0)
 
-    def shape(self, dims: str, more_heads: int = 0) -> list[int]:
-        return [int(d) if d.isdigit() else getattr(self.sizes, d) + more_heads * (d == "heads") for d in dims.split()]
+    def shape(self, dims: str, more: int = 0) -> list[int]:
+        return [int(d) if d.isdigit() else getattr(self.sizes, d) + more * (d == "heads") for d in dims.split()]
 
-    def x(self, dims: str, more_heads: int = 0) -> Tensor:
-        shape = [*self.shape(dims, more_heads), self.head_dim]
+    def x(self, dims: str, of_k: int = 0) -> Tensor:
+        shape = [*self.shape(dims, of_k * self.sizes.more), self.head_dim]
         return LAYOUTS[self.layout](lambda *s: torch.randn(s, generator=self.random, dtype=torch.float64), shape).to(
             self.dtypes[0]
         )
@@ -129,10 +130,9 @@ UNSQUEEZED = {
 
 
 def unsqueezed(form, tensors=2, ignored=0):
-    options = {dim: [None] * ignored + [dim] for dim in UNSQUEEZED}
-    return any_of(
-        *(taken(form, *shapes, tensors=tensors, options=options[dim]) for dim, shapes in UNSQUEEZED.items() if dim >= 0)
-    )
+    """ignored: how many arguments before the dimension mean nothing, which look like positions."""
+    options = {dim: [torch.tensor([[0]])] * ignored + [dim] for dim in UNSQUEEZED if dim >= 0}
+    return any_of(*(taken(form, *UNSQUEEZED[dim], tensors=tensors, options=options[dim]) for dim in options))
 
 
 def after_prefix(s):
@@ -146,7 +146,7 @@ def gathered(form, tensors=2, dim=None):
     """Tables [max_position, head_dim], and positions [batch, seq] after them."""
 
     def make(s):
-        batch, seq, _ = s.sizes
+        batch, seq, *_ = s.sizes
         for length, of_x in product((7, seq, s.sizes.heads, batch), ("batch heads seq", "batch seq heads")):
             if (dim or 1) != 1 + (of_x == "batch seq heads"):
                 continue
@@ -187,6 +187,9 @@ TRANSFORMERS = {
     "plain, one": taken(twice, *PLAIN),
     "plain, together": taken(twice, *PLAIN, together=True),
     "gathered": any_of(gathered(twice, dim=1), gathered(twice, dim=2)),
+    "gathered, deepseek_v3": any_of(gathered(twice, dim=1), gathered(twice, dim=2)),
+    "glm, ignored": unsqueezed(twice, ignored=1),
+    "cohere, ignored": unsqueezed(adjacent, ignored=1),
     "gathered, dim 1": gathered(twice),
 }
 
@@ -204,14 +207,14 @@ def split(s):
 
 
 def by_position(s):
-    batch, seq, _ = s.sizes
+    batch, seq, *_ = s.sizes
     positions = (torch.arange(batch * seq) * 3 % 7).view(batch, seq)
     yield s.x("batch heads seq"), positions, *twice(*s.angles("7"))
 
 
 def grid(s):
     if s.dtypes[1].itemsize >= 4 and s.head_dim == 2 * s.pairs:  # complex numbers have parts of 32 bits or more
-        batch, seq, _ = s.sizes
+        batch, seq, *_ = s.sizes
         for stride in (1, 2):
             sizes = torch.tensor([[1, 1, seq]] * batch if seq < 9 else [[5, 2, seq // 10]] * batch)
             yield s.x("batch seq heads"), sizes, torch.complex(*s.angles(str(seq + 5))), stride

@@ -267,7 +267,9 @@ class _Search:
         new = _registered.get(function)
         if isinstance(new, types.FunctionType) or not (new or self.library.rotary.search(name)):
             return new
-        key = name, function.__module__, getattr(function, "__code__", function), function.__defaults__
+        # A function that a method defines is made anew for each layer, by the same code.
+        of_it = function.__globals__, function.__defaults__, *(function.__closure__ or ())
+        key = name, function.__code__, *map(id, of_it)
         try:
             if key not in self._rotaries:
                 found = new and Rotary(function, name, *new, self.rounding)

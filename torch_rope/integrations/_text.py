@@ -1,9 +1,9 @@
 """The text of a function: all that decides what it computes.
 
 Two functions with the same text compute the same. The text is that of the source, without comments, docstrings, annotations
-and white space, with the defaults, with the texts of the functions that it calls, and with the other globals that it uses, or names of its
-closure. A function has no text if one of these is not there: no source, a source that was changed since it was compiled, or
-a global that is neither a constant nor a function.
+and white space, with the defaults, with the texts of the functions that it calls, and with the other names that it uses. A
+function has no text if one of these is not there: no source, a source that was changed since it was compiled, or a name of
+something that is neither a constant nor a function.
 """
 
 import ast
@@ -22,7 +22,7 @@ _FIXED = {"torch", "math", "builtins", "numpy", "typing", "collections", "functo
 _PLAIN = (int, float, str, bool, torch.dtype, type(None))
 _NO_MEANING = {"annotation", "returns", "type_comment", "decorator_list", "type_params", "kind", "ctx"}
 # Decorators that do not change what a function computes, by the module that defines them.
-_DECORATORS = ("torch.", "transformers.utils.", "transformers.integrations.")
+_DECORATORS = ("torch._dynamo.", "transformers.utils.deprecation", "transformers.integrations.hub_kernels")
 
 
 class NoText(Exception):

@@ -9,7 +9,7 @@ from benchmarks.report import BLOCK, markdown  # noqa: E402
 
 def said(patched):
     """Returns what a Patch says of each rotary function: the operator, the pairing, and what is special."""
-    return set(re.findall(r"torch\.ops\.rope\.(.*?) \(", str(patched)))
+    return set(re.findall(r"torch\.ops\.rope\.(.*?)(?:;|$)", str(patched), re.M))
 
 
 def listed(header, *columns):

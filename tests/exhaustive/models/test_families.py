@@ -8,7 +8,6 @@ import inspect
 import pkgutil
 import re
 import sys
-import types
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,8 +24,6 @@ import torch_rope  # noqa: E402
 from torch_rope.frequencies.families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import diffusers, timm  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
-from torch_rope.integrations._names import nested  # noqa: E402
-from torch_rope.integrations._rotary import text_of  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
 DOC = (ROOT / "docs" / "families.md").read_text()
@@ -135,27 +132,3 @@ def test_the_documentation_lists_all_modeling_files():
         supported = {f for row in re.findall(r"^\| rotate.*\| (.*) \|$", DOC, re.M) for f in row.split(", ") if f}
         assert not supported & refused.keys()
         assert supported & model_types.keys() <= kept
-
-
-def rotary_functions(file):
-    """Yields the functions of a file that may rotate, and those that its methods define."""
-    holders = [file, *(c for c in vars(file).values() if isinstance(c, type) and c.__module__ == file.__name__)]
-    functions = [f for holder in holders for f in vars(holder).values() if inspect.isfunction(f)]
-    for function in map(inspect.unwrap, functions):
-        for code in nested(function.__code__):
-            if re.search("rot|rope", code.co_name):
-                closure = tuple(types.CellType() for _ in code.co_freevars)
-                yield types.FunctionType(code, function.__globals__, closure=closure)
-
-
-@pytest.mark.parametrize("library", [integration, diffusers, timm], ids=lambda library: library.__name__.split(".")[-1])
-def test_each_text_that_is_listed_is_that_of_a_function(library):
-    """A text that no installed release has any more may be taken from the list."""
-    files = modeling_files()
-    if library is timm:
-        files = [importlib.import_module("vision_models").timm.layers.pos_embed_sincos]
-    elif library is diffusers:
-        package = needed("diffusers").models
-        names = [m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-        files = map(importlib.import_module, names)
-    assert set(library.LIBRARY.texts) <= {text_of(f) for file in files for f in rotary_functions(file)}

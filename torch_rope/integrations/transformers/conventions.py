@@ -72,5 +72,8 @@ CONVENTIONS = {
     "plain, one": follows(TWICE, at[...]),
     "plain, together": follows(TWICE, at[...], together=True),
     "gathered": gathered(_unsqueezed(TWICE)),  # transformers 4.36 and its forks
+    "gathered, deepseek_v3": gathered(_unsqueezed(TWICE, says=READS, to=_split_channels)),
+    "glm, ignored": _unsqueezed(TWICE, ignored=1, interleaved=True),
+    "cohere, ignored": _unsqueezed(ADJACENT, ignored=1),
     "gathered, dim 1": gathered(follows(TWICE, at[:, None], 2)),
 }
