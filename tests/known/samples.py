@@ -177,6 +177,7 @@ TRANSFORMERS = {
     "deepseek_v4": unsqueezed(once, 1),
     "dinov3": after_prefix,
     "qwen2_vl": taken(twice, *UNSQUEEZED[-2], tensors=2),
+    "minimax_m3_vl": taken(twice, "seq heads: seq", "heads seq: heads", tensors=2),
     "inkling2": taken(adjacent, *UNSQUEEZED[-2], tensors=2),
     "sam3": taken(adjacent, *PLAIN, tensors=2),
     "gptj": taken(sin_first(once), *UNSQUEEZED[2]),

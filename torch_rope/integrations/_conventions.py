@@ -160,14 +160,12 @@ def by_options(cases: dict[tuple, Convention], ignored: int = 0) -> Convention:
 
 
 def gathered(convention: Convention) -> Convention:
-    """Returns the convention of functions that take tables [max_position, ..], and positions after them."""
-    n = convention.others
+    """Returns the convention of functions that take cos and sin [max_position, ..], and then positions, which choose rows."""
 
-    def read(x, *given):
-        *tables, positions = given[: n + 1]
-        return convention.read(x, *(t[positions] for t in tables), *given[n + 1 :])
+    def read(x, cos, sin, positions, *options):
+        return convention.read(x, cos[positions], sin[positions], *options)
 
-    return convention._replace(others=n + 1, read=read)
+    return convention._replace(others=convention.others + 1, read=read)
 
 
 # ---- conventions in words ----

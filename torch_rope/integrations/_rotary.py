@@ -5,7 +5,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,40 @@ def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, boo
     return cos, sin, heads_first, given, result
 
 
+class _Seen(NamedTuple):
+    """The tables of a call, with which the next layer may be called, and what was made of them."""
+
+    dtype: torch.dtype  # of x
+    shapes: list[torch.Size]  # of x, or of q and k
+    others: list  # the other arguments, tensors as weak references
+    marks: list[tuple | bool]  # of the tensors
+    call: Any = None
+
+    @classmethod
+    def of(cls, xs: Sequence[Tensor], others: Sequence[Any], forget: Callable) -> "_Seen | None":
+        """Returns what tells a call from others, or None if nothing tells that its tables have not changed."""
+        for v in others:
+            is_table = type(v) is Tensor and not v.requires_grad and v.dtype not in _WHOLE
+            if not (is_table or v is None or type(v) is int):
+                return None
+        seen = [weakref.ref(v, forget) if isinstance(v, Tensor) else v for v in others]
+        return cls(xs[0].dtype, [x.shape for x in xs], seen, [isinstance(v, Tensor) and _mark(v) for v in others])
+
+    def is_of(self, xs: Sequence[Tensor], others: Sequence[Any]) -> bool:
+        """Returns whether a call has the same tables, and x of the same shapes and dtype."""
+        if xs[0].dtype is not self.dtype or [x.shape for x in xs] != self.shapes:
+            return False
+        for value, seen, mark in zip(others, self.others, self.marks, strict=True):
+            if not (seen() is value and _mark(value) == mark if mark else type(value) is type(seen) and value == seen):
+                return False
+        return True
+
+
+def _mark(t: Tensor) -> tuple:
+    """Returns what differs after a table has got other memory or numbers."""
+    return t.data_ptr(), None if t.is_inference() else t._version, t.shape, t.stride(), t.requires_grad
+
+
 def known_rotary(
     function: Callable,
     name: str,
@@ -89,7 +123,7 @@ class Rotary:
         self.once = rounding == "once"
         parameters = inspect.signature(function).parameters.values()
         self._defaults = {p.name: p.default for p in parameters if p.kind != p.VAR_KEYWORD}
-        self._last: tuple | None = None  # the tables of the last call, and what was made of them
+        self._last: _Seen | None = None
         self._checked: dict[tuple, bool] = {}  # whether the last tables of a form are those of a rotation
         self._has_warned = False  # that tables are those of no rotation
         operator = "rotate" if convention.tensors == 1 else "rotate_qk"
@@ -128,18 +162,12 @@ class Rotary:
 
         others: the function's other arguments. All layers of a model have the same tables, and so the same operands.
         """
-        tables = [t for t in others if isinstance(t, Tensor)]
-        # The next layer may be called with the same tables. They are the same as long as their memory is: a tensor may get
-        # other memory, and memory may be written, which its version counts.
-        lasting = not is_traced() and all(isinstance(v, Tensor | int | None) for v in others)
-        lasting = lasting and all(type(t) is Tensor and not t.requires_grad and t.dtype not in _WHOLE for t in tables)
-        if lasting:
-            marks = [(t.data_ptr(), None if t.is_inference() else t._version, t.shape, t.stride()) for t in tables]
-            key = xs[0].dtype, [x.shape for x in xs], marks, [v for v in others if not isinstance(v, Tensor)]
-            seen, known, call = self._last or ((), None, None)  # another thread may change it
-            if known == key and all(ref() is t for ref, t in zip(seen, tables, strict=True)):
-                return call
-            others = [v.data if isinstance(v, Tensor) else v for v in others]  # operands must not keep tables alive
+        last, traced = self._last, is_traced()  # another thread may change it
+        if last is not None and not traced and last.is_of(xs, others):
+            return last.call
+        seen = None if traced else _Seen.of(xs, others, lambda _: setattr(self, "_last", None))
+        if seen:  # what is remembered must not keep tables alive
+            others = [v.data if isinstance(v, Tensor) else v for v in others]
         reading = self.convention.read(xs[0], *others)
         if not (placed := reading and _placed(xs, reading)):
             return None
@@ -159,8 +187,8 @@ class Rotary:
             flags["rotary_start"] = xs[0].shape[-1] - 2 * cos.shape[-1]
         call = operands(cos, sin, rounding, flags, heads_first), *layout
         # A table that was converted would not follow a change that no version counts.
-        if lasting and call[0].cos.data_ptr() == cos.data_ptr():
-            self._last = [weakref.ref(t, lambda _: setattr(self, "_last", None)) for t in tables], key, call
+        if seen and call[0].cos.data_ptr() == cos.data_ptr():
+            self._last = seen._replace(call=call)
         return call
 
     def _are_of_a_rotation(self, reading: Reading) -> bool:

@@ -90,10 +90,17 @@ def _described(function: Any, roles: frozenset, owner: type, outer: tuple) -> st
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value is a constant, or a tuple, list or dictionary of constants."""
+    """Returns whether a value is a constant, or holds constants alone."""
     if isinstance(value, dict):
         return _is_plain([*value, *value.values()])
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple | set | frozenset) else isinstance(value, _PLAIN)
+
+
+def _constant(value: Any) -> str:
+    """Returns the text of a constant, in which sets and dictionaries are sorted."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{_constant(k)}: {_constant(v)}' for k, v in value.items()))}}}"
+    return f"{{{', '.join(sorted(map(_constant, value)))}}}" if isinstance(value, set | frozenset) else repr(value)
 
 
 def _is_name(node: ast.AST, names: Collection[str]) -> bool:
@@ -103,7 +110,7 @@ def _is_name(node: ast.AST, names: Collection[str]) -> bool:
 def _of_global(name: str, value: Any, roles: frozenset, outer: tuple) -> str:
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
     if _is_plain(value):
-        return repr(value)
+        return _constant(value)
     if module.partition(".")[0] in _FIXED or isinstance(value, type):
         return f"{module}.{getattr(value, '__qualname__', '')}"
     if isinstance(value := plain(value), types.FunctionType):

@@ -53,13 +53,21 @@ FUNCTIONS = {
     ),
     "68844e486489": Known(
         "ltx",
-        Rounds(inside="float", result="x"),
+        Rounds(inside="float", result="x", contiguous=False),
         name="apply_rotary_emb",
         files="ltx ltx2 sana_wm_refiner",
         releases="0.42",
     ),
     "bae43fa986f3": Known(
         "anima", Rounds(), name="_apply_rotary_pos_emb", files="condition_embedder_anima", releases="0.42"
+    ),
+    "4d59bae05b7c": Known(
+        "ltx2",
+        Rounds(inside="float", result="x", converts="float32", rounds_first_product=True),
+        but="with contiguous results, with other bits of gradients for bfloat16 with tables of float64 and float16 with tables of float64",
+        name="apply_split_rotary_emb",
+        files="ltx2 sana_wm_refiner",
+        releases="0.42",
     ),
     "594c55df2263": Known(
         "mochi",

@@ -61,6 +61,7 @@ CONVENTIONS = {
     "deepseek_v4": _unsqueezed(ONCE, tensors=1, says="last channels", last_channels=True),
     "dinov3": Convention(2, 2, _read_after_prefix, "half-split, the first tokens stay as they are"),
     "qwen2_vl": follows(TWICE, at[..., None, :], 2),  # images
+    "minimax_m3_vl": follows(TWICE, at[:, None, :], 2),  # images
     "inkling2": follows(ADJACENT, at[..., None, :], 2),
     "sam3": follows(ADJACENT, at[...], 2),
     "gptj": follows(sin_first(ONCE), at[:, :, None]),
