@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from known.samples import adjacent, twice
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from known.samples import adjacent, twice
-from torch_rope.integrations import _patch, diffusers, timm
+from torch_rope.integrations import _patch
 from torch_rope.integrations._bits import Rounds
 from torch_rope.integrations._conventions import Known
 from torch_rope.integrations._rotary import Rotary
+from torch_rope.integrations.conventions import CONVENTIONS
 
 
 @pytest.fixture
@@ -63,9 +64,9 @@ def apply_rot_embed_cat(x, table, half=False):
 
 
 _patch._registered |= {
-    apply_rotary_plain: (Known("wan", Rounds()), diffusers.CONVENTIONS["wan"]),
-    apply_rot_embed: (Known("two tables", Rounds()), timm.CONVENTIONS["two tables"]),
-    apply_rot_embed_cat: (Known("one table", Rounds()), timm.CONVENTIONS["one table"]),
+    apply_rotary_plain: (Known("wan", Rounds()), CONVENTIONS["wan"]),
+    apply_rot_embed: (Known("timm", Rounds()), CONVENTIONS["timm"]),
+    apply_rot_embed_cat: (Known("timm, one table", Rounds()), CONVENTIONS["timm, one table"]),
 }
 apply_rotary_of_the_test = apply_rotary_plain  # a test replaces it
 

@@ -22,6 +22,7 @@ from torch_rope.integrations import diffusers, timm
 from torch_rope.integrations._bits import Rounds
 from torch_rope.integrations._conventions import Known
 from torch_rope.integrations._rotary import Rotary
+from torch_rope.integrations.conventions import CONVENTIONS
 
 pytestmark = pytest.mark.cpu
 
@@ -38,7 +39,7 @@ def apply_rotary_split(x, freqs):
 def test_a_function_has_the_bits_for_many_numbers():
     """Two ways to round may differ in one number of ten thousand, if the result has 16 bits."""
     known = Known("ltx2", Rounds(inside="float", result="x", converts="once", rounds_first_product=True))
-    rotate = Rotary(apply_rotary_split, "apply_rotary_split", known, diffusers.CONVENTIONS["ltx2"])
+    rotate = Rotary(apply_rotary_split, "apply_rotary_split", known, CONVENTIONS["ltx2"])
     tables = tuple(torch.randn(2, 2, 1, 1024, 32))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(2, 6, 1024, 64).to(dtype)

@@ -11,10 +11,12 @@ from torch import nn
 
 transformers = needed("transformers")
 
-import torch_rope  # noqa: E402
 from known.samples import LAYOUTS  # noqa: E402
 from known.trial import ALL, BITS, Trial, strides  # noqa: E402
+
+import torch_rope  # noqa: E402
 from torch_rope.integrations._text import NoText, plain, text_of  # noqa: E402
+from torch_rope.integrations.conventions import CONVENTIONS  # noqa: E402
 from torch_rope.integrations.transformers import LIBRARY, patch, register  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
@@ -66,10 +68,10 @@ def of_release():
 def test_a_known_function_does_what_the_table_says(text, file):
     """Its results have the same bits and strides, and gradients, for the arguments of all conventions that it takes: as many
     tokens as heads, or as the batch, one token, one head, and x that is not contiguous; or torch_rope leaves them to it."""
-    known, trial = LIBRARY.known[text], Trial(of_model(file, LIBRARY.known[text].name), "transformers")
+    known, trial = LIBRARY.known[text], Trial(of_model(file, LIBRARY.known[text].name))
     assert text_of(trial.function) == text
-    convention = LIBRARY.conventions[known.convention]
-    alike = [name for name, other in LIBRARY.conventions.items() if other.tensors == convention.tensors]
+    convention = CONVENTIONS[known.convention]
+    alike = [name for name, other in CONVENTIONS.items() if other.tensors == convention.tensors]
     least = BITS if "gradients" in known.but else ALL
     for dtypes in ((torch.float32,) * 2, (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
         cases = trial.cases(alike, convention.tensors, dtypes=dtypes)
@@ -256,7 +258,7 @@ class Rotates(nn.Module):
         self.function = function
 
     def forward(self, *args):
-        return apply_rotary_here(*args)
+        return apply_rotary_here(*args)  # noqa: F821  a test defines it
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-
 from known import trial
+
 from torch_rope.integrations import diffusers, timm, transformers
 from torch_rope.integrations._conventions import Known
+from torch_rope.integrations._patch import Library
 from torch_rope.integrations._text import NoText, nested, plain, text_of
+from torch_rope.integrations.known import FUNCTIONS as OF_OTHERS
 
 ROOT = Path(__file__).parents[2]
 HEAD = '''"""The rotary functions of {1} that are known, by their texts, see _text.py.
@@ -36,7 +38,16 @@ from {0}_bits import Rounds
 from {0}_conventions import Known
 
 '''
-LIBRARIES = {"transformers": transformers.LIBRARY, "diffusers": diffusers.LIBRARY, "timm": timm.LIBRARY}
+OTHERS = Library("", "", re.compile("rot|rope"), OF_OTHERS, {})
+LIBRARIES = {
+    "transformers": transformers.LIBRARY, "diffusers": diffusers.LIBRARY, "timm": timm.LIBRARY, "others": OTHERS,
+}  # fmt: skip
+TABLES = {
+    "transformers": "transformers/known.py",
+    "diffusers": "diffusers/known.py",
+    "timm": "_known_timm.py",
+    "others": "known.py",
+}
 FILES = {"transformers": "models/*/modeling_*.py", "diffusers": "models/**/*.py", "timm": "layers/*.py"}
 
 
@@ -90,7 +101,7 @@ def texts_of(library: str, others: list[str]) -> dict[str, dict]:
             file = module.__name__.rpartition(".")[2].removeprefix("modeling_").removeprefix("transformer_")
             file = "" if others else file
             if text not in found:
-                known = of_library.known.get(text) or trial.found(function, library, of_library.conventions)
+                known = of_library.known.get(text) or trial.found(function)
                 if isinstance(known, str):
                     known = of_library.unsupported.get(text, known)
                 found[text] = {"does": repr(known), "name": re.sub(r"__\d+$", "", name), "files": []}
@@ -117,36 +128,22 @@ def releases(folders: list[str], library: str, others: list[str]) -> dict[str, d
 
 def written(library: str, merged: dict[str, dict]) -> str:
     """Returns the text of a table: that which is there, with what was found."""
-    of_library, known, unsupported = LIBRARIES[library], {}, {}
-    for text, entry in (of_library.known | {t: None for t in merged}).items():
-        found = merged.get(text)
-        does = eval(found["does"], vars(trial)) if found else entry
-        if isinstance(does, str):
-            unsupported[text] = does, found
-            continue
-        before = of_library.known.get(text, does)
-        files = sorted({*before.files.split(), *(found["files"] if found else ())})
-        all_of = sorted({*before.releases.split(), *(found["releases"] if found else ())}, key=_number)
-        known[text] = does._replace(
-            name=found["name"] if found else before.name, files=" ".join(files), releases=" ".join(all_of)
-        )
-    lines = [
-        f"{text!r}: {_entry(k)}," for text, k in sorted(known.items(), key=lambda item: (-len(item[1].files), item[0]))
-    ]
-    refused = {t: (why, " ".join(f["files"])) for t, (why, f) in unsupported.items()}
-    refused = {
-        t: (of_library.unsupported[t], files) for t, (why, files) in refused.items() if t in of_library.unsupported
-    }
-    for text, (why, found) in unsupported.items():
-        if text not in of_library.unsupported:
-            print(f"{library}: {found['name']} of {', '.join(found['files'])} ({text}): {why}", file=sys.stderr)
-    others = [f"    {text!r}: {why!r},  # {files}\n" for text, (why, files) in refused.items()]
-    tables = (
-        "FUNCTIONS = {\n    "
-        + "\n    ".join(lines)
-        + "\n}\n# Why torch_rope does not support these.\nUNSUPPORTED = {\n"
-    )
-    return HEAD.format("." if library == "timm" else "..", library) + tables + "".join(others) + "}\n"
+    known, unsupported = dict(LIBRARIES[library].known), LIBRARIES[library].unsupported
+    for text, found in merged.items():
+        does = eval(found["does"], vars(trial))
+        if isinstance(does, Known):
+            before = known.get(text, does)
+            files = sorted({*before.files.split(), *found["files"]})
+            of = sorted({*before.releases.split(), *filter(None, found["releases"])}, key=_number)
+            known[text] = does._replace(name=found["name"], files=" ".join(files), releases=" ".join(of))
+        elif text not in unsupported:
+            print(f"{library}: {found['name']} of {', '.join(found['files'])} ({text}): {does}", file=sys.stderr)
+    lines = [f"{text!r}: {_entry(k)}," for text, k in sorted(known.items(), key=lambda i: (-len(i[1].files), i[0]))]
+    tables = "FUNCTIONS = {\n" + "\n".join(lines) + "\n}\n"
+    if library != "others":
+        whys = "".join(f"{text!r}: {why!r},\n" for text, why in unsupported.items())
+        tables += f"# Why torch_rope does not support these.\nUNSUPPORTED = {{\n{whys}}}\n"
+    return HEAD.format(".." if "/" in TABLES[library] else ".", library) + tables
 
 
 def _entry(known: Known) -> str:
@@ -154,7 +151,7 @@ def _entry(known: Known) -> str:
     defaults = Known._field_defaults
     rounds = known.rounds
     of = (
-        "{" + ", ".join(f"{form!r}: {_rounds(r)}" for form, r in rounds.items()) + "}"
+        f"{{{', '.join(f'{form!r}: {_rounds(r)}' for form, r in rounds.items())}}}"
         if isinstance(rounds, dict)
         else _rounds(rounds)
     )
@@ -184,14 +181,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if options.read:
         texts = texts_of(options.read, options.others)
-        release = ".".join(importlib.import_module(options.read).__version__.split(".")[:2])
-        print(json.dumps(["others" if options.others else release, texts]))
+        installed = "" if options.others else importlib.import_module(options.read).__version__
+        print(json.dumps([".".join(installed.split(".")[:2]), texts]))
         return
-    for library in options.library.split():
+    for library in ["others"] if options.others else options.library.split():
         folders = [folder for folder in options.folders if Path(folder, library).is_dir()]
         text = written(library, releases(folders, library, options.others))
-        target = Path(inspect.getfile(importlib.import_module(f"torch_rope.integrations.{library}"))).parent
-        file = target / ("known.py" if target.name == library else "_known_timm.py")
+        file = ROOT / "torch_rope" / "integrations" / TABLES[library]
         file.write_text(text)
         subprocess.run([sys.executable, "-m", "ruff", "format", "-q", str(file)], check=False)
 

@@ -163,36 +163,6 @@ PLAIN = [
     "batch seq heads: batch seq 1", "batch seq heads: seq 1", "batch seq heads: batch seq heads", "seq heads: seq 1",
     "batch seq heads: seq heads", "heads seq: seq", "batch seq: 1 seq", "batch seq: batch seq",
 ]  # fmt: skip
-TRANSFORMERS = {
-    "llama": unsqueezed(twice),
-    "glm": unsqueezed(twice),
-    "cohere": unsqueezed(adjacent),
-    "gpt_oss": unsqueezed(once),
-    "openai_privacy_filter": unsqueezed(once),
-    "nanochat": unsqueezed(twice),
-    "mistral_large4": unsqueezed(twice),
-    "deepseek_v3": unsqueezed(twice, ignored=1),
-    "glmasr": unsqueezed(twice, ignored=1),
-    "gemma4": unsqueezed(twice, 1),
-    "deepseek_v4": unsqueezed(once, 1),
-    "dinov3": after_prefix,
-    "qwen2_vl": taken(twice, *UNSQUEEZED[-2], tensors=2),
-    "minimax_m3_vl": taken(twice, "seq heads: seq", "heads seq: heads", tensors=2),
-    "inkling2": taken(adjacent, *UNSQUEEZED[-2], tensors=2),
-    "sam3": taken(adjacent, *PLAIN, tensors=2),
-    "gptj": taken(sin_first(once), *UNSQUEEZED[2]),
-    "deepseek_v2": taken(complex_numbers, *UNSQUEEZED[1][:2], tensors=2),
-    "llama4": taken(complex_numbers, *UNSQUEEZED[2], tensors=2),
-    "llama4 images": taken(complex_numbers, "batch seq heads: seq 1", tensors=2),
-    "plain": taken(twice, *PLAIN, tensors=2),
-    "plain, one": taken(twice, *PLAIN),
-    "plain, together": taken(twice, *PLAIN, together=True),
-    "gathered": any_of(gathered(twice, dim=1), gathered(twice, dim=2)),
-    "gathered, deepseek_v3": any_of(gathered(twice, dim=1), gathered(twice, dim=2)),
-    "glm, ignored": unsqueezed(twice, ignored=1),
-    "cohere, ignored": unsqueezed(adjacent, ignored=1),
-    "gathered, dim 1": gathered(twice),
-}
 
 
 def last_angles(s):
@@ -234,7 +204,45 @@ QWEN = {
     (True, -2): taken(twice, THIRD, together=True, options=(True, -2)),
     (False, -1): taken(complex_numbers, "batch seq heads: seq", options=(False, -1)),
 }
-DIFFUSERS = {
+OF_TIMM = ["batch heads seq: seq", "batch heads seq: heads seq", "batch heads seq: batch 1 seq"]
+OF_TIMM += ["batch heads seq: batch heads seq", "batch seq: seq"]
+
+
+def of_timm(change):
+    forms = {False: adjacent, True: twice}
+    return any_of(*(taken(change(form), *OF_TIMM, options=(half,)) for half, form in forms.items()))
+
+
+# Makers of arguments for each convention of torch_rope.integrations.conventions
+SAMPLES = {
+    "llama": unsqueezed(twice),
+    "glm": unsqueezed(twice),
+    "cohere": unsqueezed(adjacent),
+    "gpt_oss": unsqueezed(once),
+    "openai_privacy_filter": unsqueezed(once),
+    "nanochat": unsqueezed(twice),
+    "mistral_large4": unsqueezed(twice),
+    "deepseek_v3": unsqueezed(twice, ignored=1),
+    "glmasr": unsqueezed(twice, ignored=1),
+    "gemma4": unsqueezed(twice, 1),
+    "deepseek_v4": unsqueezed(once, 1),
+    "dinov3": after_prefix,
+    "qwen2_vl": taken(twice, *UNSQUEEZED[-2], tensors=2),
+    "minimax_m3_vl": taken(twice, "seq heads: seq", "heads seq: heads", tensors=2),
+    "inkling2": taken(adjacent, *UNSQUEEZED[-2], tensors=2),
+    "sam3": taken(adjacent, *PLAIN, tensors=2),
+    "gptj": taken(sin_first(once), *UNSQUEEZED[2]),
+    "deepseek_v2": taken(complex_numbers, *UNSQUEEZED[1][:2], tensors=2),
+    "llama4": taken(complex_numbers, *UNSQUEEZED[2], tensors=2),
+    "llama4 images": taken(complex_numbers, "batch seq heads: seq 1", tensors=2),
+    "plain": taken(twice, *PLAIN, tensors=2),
+    "plain, one": taken(twice, *PLAIN),
+    "plain, together": taken(twice, *PLAIN, together=True),
+    "gathered": any_of(gathered(twice, dim=1), gathered(twice, dim=2)),
+    "gathered, deepseek_v3": any_of(gathered(twice, dim=1), gathered(twice, dim=2)),
+    "glm, ignored": unsqueezed(twice, ignored=1),
+    "cohere, ignored": unsqueezed(adjacent, ignored=1),
+    "gathered, dim 1": gathered(twice),
     "flux": any_of(*FLUX.values()),
     "qwen_image": any_of(*QWEN.values()),
     "anima": any_of(*(taken(twice, *UNSQUEEZED[dim], options=(dim,)) for dim in (1, 2))),
@@ -255,22 +263,8 @@ DIFFUSERS = {
     "wan": taken(half_read, *SHARED),
     "mochi": taken(once, "batch seq heads: seq heads", "batch seq heads: seq 1"),
     "minimax_h3": taken(twice, SECOND),
-    "plain": taken(twice, *PLAIN),
-    "plain, together": taken(twice, *PLAIN, together=True),
     "allegro": by_position,
     "wan_animate2": grid,
+    "timm": of_timm(sin_first),
+    "timm, one table": of_timm(lambda form: side_by_side(sin_first(form))),
 }
-OF_TIMM = ["batch heads seq: seq", "batch heads seq: heads seq", "batch heads seq: batch 1 seq"]
-OF_TIMM += ["batch heads seq: batch heads seq", "batch seq: seq"]
-TIMM = {
-    "two tables": any_of(
-        *(taken(sin_first(f), *OF_TIMM, options=(half,)) for half, f in {False: adjacent, True: twice}.items())
-    ),
-    "one table": any_of(
-        *(
-            taken(side_by_side(sin_first(f)), *OF_TIMM, options=(half,))
-            for half, f in {False: adjacent, True: twice}.items()
-        )
-    ),
-}
-SAMPLES = {"transformers": TRANSFORMERS, "diffusers": DIFFUSERS, "timm": TIMM}

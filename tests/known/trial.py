@@ -6,12 +6,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from known.samples import LAYOUTS, SAMPLES, SIZES, Sample
 from torch import Tensor
 
-from known.samples import LAYOUTS, SAMPLES, SIZES, Sample
 from torch_rope.integrations._bits import INSIDE, Rounds
 from torch_rope.integrations._conventions import Convention, Known
 from torch_rope.integrations._rotary import Rotary
+from torch_rope.integrations.conventions import CONVENTIONS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = list(product(DTYPES, (*DTYPES, torch.float64)))  # of dtypes of x and of the tables
@@ -28,10 +29,10 @@ CANDIDATES = [
 ]
 
 
-def samples(library: str, name: str, pairs=8, dtypes=PAIRS[0], sizes=SIZES, layouts=("dense",)) -> Iterator[tuple]:
+def samples(name: str, pairs=8, dtypes=PAIRS[0], sizes=SIZES, layouts=("dense",)) -> Iterator[tuple]:
     """Yields arguments of a convention: where heads have as many channels as rotate, or more, and in several layouts."""
     for size, more, layout in product(sizes, (0, 8), layouts):
-        for values in SAMPLES[library][name](Sample(size, pairs, more, layout, *dtypes)):
+        for values in SAMPLES[name](Sample(size, pairs, more, layout, *dtypes)):
             yield more, values
 
 
@@ -69,14 +70,14 @@ class Case(NamedTuple):
 class Trial:
     """A function, and what it returns for the arguments of every convention that it takes, of two dtypes."""
 
-    def __init__(self, function: Callable, library: str):
-        self.function, self.library = function, library
+    def __init__(self, function: Callable):
+        self.function = function
         parameters = inspect.signature(function).parameters.values()
         self.names = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]
 
     def cases(self, conventions: Iterable[str], n: int, **kind: Any) -> list[Case]:
         found = []
-        for more, values in (s for name in conventions for s in samples(self.library, name, **kind)):
+        for more, values in (s for name in conventions for s in samples(name, **kind)):
             if len(values) == len(self.names) and (expected := outcome(self.function, self.names, values, n)):
                 found.append(Case(values, more, expected))
         return found
@@ -118,24 +119,24 @@ def _close(actual: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.allclose(a.float(), e.float(), limit, limit) for a, e in zip(actual, expected, strict=True))
 
 
-def found(function: Callable, library: str, conventions: dict[str, Convention]) -> Known | str:
+def found(function: Callable) -> Known | str:
     """Returns what a function does, or what cannot be told of it, in words.
 
     The convention must hold for the arguments of all conventions that the function takes, or leave them to the function.
     """
-    trial, most = Trial(function, library), 0
+    trial, most = Trial(function), 0
     for n in (1, 2):
-        names = [name for name in conventions if conventions[name].tensors == n]
+        names = [name for name in CONVENTIONS if CONVENTIONS[name].tensors == n]
         cases = trial.cases(names, n)
         for name in names:
             known = Known(name, Rounds(), any(case.more for case in cases))
             own = trial.cases([name], n)
-            _, of_own = trial.agreement(known, conventions[name], own)
+            _, of_own = trial.agreement(known, CONVENTIONS[name], own)
             if 2 * of_own <= len(own):
                 continue
-            agreement, computed = trial.agreement(known, conventions[name], cases)
+            agreement, computed = trial.agreement(known, CONVENTIONS[name], cases)
             if agreement and computed > most:
-                chosen, most = (known, conventions[name]), computed
+                chosen, most = (known, CONVENTIONS[name]), computed
     if not most:
         return "it rotates no pairs of channels by the angles of cos and sin, or in a way that is not known"
     known, convention = chosen

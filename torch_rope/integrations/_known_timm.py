@@ -8,13 +8,13 @@ from ._conventions import Known
 
 FUNCTIONS = {
     "2f18dc9ec618": Known(
-        "two tables", Rounds(result="x"), name="apply_rot_embed_list", files="pos_embed_sincos", releases="1.0"
+        "timm", Rounds(result="x"), name="apply_rot_embed_list", files="pos_embed_sincos", releases="1.0"
     ),
     "b452f9d14bb3": Known(
-        "one table", Rounds(result="x"), name="apply_rot_embed_cat", files="pos_embed_sincos", releases="1.0"
+        "timm, one table", Rounds(result="x"), name="apply_rot_embed_cat", files="pos_embed_sincos", releases="1.0"
     ),
     "d79b435510c2": Known(
-        "two tables", Rounds(result="x"), name="apply_rot_embed", files="pos_embed_sincos", releases="1.0"
+        "timm", Rounds(result="x"), name="apply_rot_embed", files="pos_embed_sincos", releases="1.0"
     ),
 }
 # Why torch_rope does not support these.

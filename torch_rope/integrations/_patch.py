@@ -35,14 +35,13 @@ class Library:
     patch: str  # the name of its function patch
     example: str  # an expression that makes a model
     rotary: re.Pattern  # matches the names of rotary functions
-    conventions: Mapping[str, Convention]
     known: Mapping[str, Known]  # rotary functions by their texts
     unsupported: Mapping[str, str]  # texts of rotary functions, and why torch_rope does not support them
     left_out: re.Pattern = re.compile(r"(torch|builtins)\b")  # matches Python modules whose classes do not rotate
 
     def rotary_of(self, function: Callable, name: str, rounding: str) -> Rotary:
         """Returns the Rotary of a function whose text is known, or raises NotImplementedError."""
-        return known_rotary(function, name, self.conventions, self.known, self.unsupported, rounding)
+        return known_rotary(function, name, self.known, self.unsupported, rounding)
 
     def advice(self) -> str:
         return (

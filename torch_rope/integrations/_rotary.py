@@ -13,6 +13,8 @@ from torch import Tensor
 from ._bits import Operands, is_traced, operands, rotated
 from ._conventions import Convention, Known, Reading
 from ._text import NoText, text_of
+from .conventions import CONVENTIONS
+from .known import FUNCTIONS as OTHERS
 
 _WHOLE = (torch.int32, torch.int64)
 _NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
@@ -94,20 +96,15 @@ def _mark(t: Tensor) -> tuple:
 
 
 def known_rotary(
-    function: Callable,
-    name: str,
-    conventions: Mapping[str, Convention],
-    known: Mapping,
-    unsupported: Mapping,
-    rounding="eager",
+    function: Callable, name: str, known: Mapping[str, Known], unsupported: Mapping[str, str], rounding: str = "eager"
 ) -> "Rotary":
     """Returns the Rotary of a function whose text is known, see :class:`_patch.Library`, or raises NotImplementedError."""
     try:
         text = text_of(function)
     except NoText as error:
         raise NotImplementedError(f"it has no text that could be known: {error}") from None
-    if text in known:
-        return Rotary(function, name, known[text], conventions[known[text].convention], rounding)
+    if found := known.get(text, OTHERS.get(text)):
+        return Rotary(function, name, found, CONVENTIONS[found.convention], rounding)
     raise NotImplementedError(unsupported.get(text, f"its text ({text}) is not known"))
 
 

@@ -93,7 +93,9 @@ def _is_plain(value: Any) -> bool:
     """Returns whether a value is a constant, or holds constants alone."""
     if isinstance(value, dict):
         return _is_plain([*value, *value.values()])
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple | set | frozenset) else isinstance(value, _PLAIN)
+    return (
+        all(map(_is_plain, value)) if isinstance(value, list | tuple | set | frozenset) else isinstance(value, _PLAIN)
+    )
 
 
 def _constant(value: Any) -> str:

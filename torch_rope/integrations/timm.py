@@ -12,25 +12,16 @@ from torch import nn
 
 from .._mistakes import named
 from . import _patch
-from ._conventions import ADJACENT, TWICE, Convention, Form, by_options, follows, side_by_side, sin_first
 from ._known_timm import FUNCTIONS, UNSUPPORTED
 from ._patch import Library, Patch, patch_model
 
 __all__ = ["Patch", "patch", "register"]
 
 
-def _by_half(change: Callable[[Form], Form]) -> Convention:
-    """Returns the convention of functions whose last argument, half, chooses the pairing."""
-    return by_options({(half,): follows(change(form)) for half, form in {False: ADJACENT, True: TWICE}.items()})
-
-
-# Tables have a batch, or heads, if they broadcast over x in this way.
-CONVENTIONS = {"two tables": _by_half(sin_first), "one table": _by_half(lambda form: side_by_side(sin_first(form)))}
 LIBRARY = Library(
     patch="torch_rope.integrations.timm.patch",
     example='timm.create_model("vit_small_patch16_dinov3")',
     rotary=re.compile("(^|_)apply_rot"),
-    conventions=CONVENTIONS,
     known=FUNCTIONS,
     unsupported=UNSUPPORTED,
 )

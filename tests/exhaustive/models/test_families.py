@@ -22,7 +22,6 @@ from pages import compare, listed, markdown, said  # noqa: E402
 
 import torch_rope  # noqa: E402
 from torch_rope.frequencies.families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
-from torch_rope.integrations import diffusers, timm  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]

@@ -14,7 +14,6 @@ from ..._mistakes import named
 from .. import _patch
 from .._angles import of_diffusers
 from .._patch import Library, Patch, packages_of, patch_model
-from .conventions import CONVENTIONS
 from .fuse import fuser
 from .known import FUNCTIONS, UNSUPPORTED
 
@@ -24,7 +23,6 @@ LIBRARY = Library(
     patch="torch_rope.integrations.diffusers.patch",
     example="FluxTransformer2DModel.from_pretrained(...)",
     rotary=re.compile("(^|_)rotate(_|$)|(^|_)apply_.*(rotary|rope|rot)(_|$)|(rotary|rope)_apply"),
-    conventions=CONVENTIONS,
     known=FUNCTIONS,
     unsupported=UNSUPPORTED,
 )

@@ -14,7 +14,6 @@ from ..._mistakes import named
 from .. import _patch
 from .._angles import of_transformers
 from .._patch import Library, Patch, patch_model
-from .conventions import CONVENTIONS
 from .hub import apply_rotary_transformers, kernel_mapping
 from .known import FUNCTIONS, UNSUPPORTED
 
@@ -24,7 +23,6 @@ LIBRARY = Library(
     patch="torch_rope.integrations.transformers.patch",
     example="AutoModelForCausalLM.from_pretrained(...)",
     rotary=re.compile("(^|_)(rotary|rope|rotate)(_|$)"),
-    conventions=CONVENTIONS,
     known=FUNCTIONS,
     unsupported=UNSUPPORTED,
     left_out=re.compile(r"(torch|builtins|transformers(?!\.models\b))\b"),

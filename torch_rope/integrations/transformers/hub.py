@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from .._rotary import Rotary, known_rotary
-from .conventions import CONVENTIONS
 from .known import FUNCTIONS, UNSUPPORTED
 
 
@@ -41,7 +40,7 @@ def _rotary_of(kernel: Any) -> None:
     """Finds the Rotary of a class of kernels."""
     if kernel not in _rotaries:
         [function] = [c.cell_contents for c in kernel.forward.__closure__]
-        _rotaries[kernel] = known_rotary(function, kernel.kernel_layer_name, CONVENTIONS, FUNCTIONS, UNSUPPORTED)
+        _rotaries[kernel] = known_rotary(function, kernel.kernel_layer_name, FUNCTIONS, UNSUPPORTED)
 
 
 class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own mapping has this name
