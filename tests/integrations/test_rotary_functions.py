@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+import inspect
 import weakref
 
 import pytest
+import texts
 import torch
 from cases import needed
 from torch import nn
@@ -64,22 +66,37 @@ def of_release():
             yield pytest.param(text, file, id=f"{known.name} of {file}", marks=marks)
 
 
-@pytest.mark.parametrize("text, file", of_release())
-def test_a_known_function_does_what_the_table_says(text, file):
-    """Its results have the same bits and strides, and gradients, for the arguments of all conventions that it takes: as many
-    tokens as heads, or as the batch, one token, one head, and x that is not contiguous; or torch_rope leaves them to it."""
-    known, trial = LIBRARY.known[text], Trial(of_model(file, LIBRARY.known[text].name))
-    assert text_of(trial.function) == text
-    convention = CONVENTIONS[known.convention]
+def agrees(function, known):
+    """Returns whether a function does what a table says, for the arguments of all conventions that it takes."""
+    convention, trial = CONVENTIONS[known.convention], Trial(function)
     alike = [name for name, other in CONVENTIONS.items() if other.tensors == convention.tensors]
     least = BITS if "gradients" in known.but else ALL
     for dtypes in ((torch.float32,) * 2, (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
         cases = trial.cases(alike, convention.tensors, dtypes=dtypes)
         agreement, computed = trial.agreement(known, convention, cases)
-        assert agreement >= least and (computed or not cases)
+        if agreement < least or not (computed or not cases):
+            return False
     for values, _, (expected, _) in trial.cases([known.convention], convention.tensors, layouts=LAYOUTS):
-        if (ours := trial.rotated(known, convention, values)) is not None and "contiguous" not in known.but:
-            assert [*map(strides, ours)] == [*map(strides, expected)]
+        ours = trial.rotated(known, convention, values)
+        if ours is not None and [*map(strides, ours)] != [*map(strides, expected)] and "contiguous" not in known.but:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("text, file", of_release())
+def test_a_known_function_does_what_the_table_says(text, file):
+    """Its results have the same bits and strides, and gradients, for the arguments of all conventions that it takes: as many
+    tokens as heads, or as the batch, one token, one head, and x that is not contiguous; or torch_rope leaves them to it."""
+    module = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
+    functions = [plain(f) for name, f in vars(module).items() if LIBRARY.rotary.search(name) and inspect.isfunction(f)]
+    [function] = dict.fromkeys(f for f in functions if f.__code__.co_argcount > 1 and text_of(f) == text)
+    assert agrees(function, LIBRARY.known[text])
+
+
+@pytest.mark.parametrize("function", texts.USUAL, ids=lambda f: f.__name__)
+def test_the_usual_functions_of_other_people_are_known(function):
+    """Also where there are as many tokens as heads, which no size tells apart."""
+    assert agrees(function, found(function).known)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
@@ -156,8 +173,7 @@ def rotary_of_the_test(x, cos, sin, by=1):
 def test_a_text_is_that_of_the_function_its_helpers_and_defaults(monkeypatch):
     """Comments, docstrings, annotations and white space do not matter. A decorator that is not known has no text."""
     text = text_of(rotary_of_the_test)
-    spaced = importlib.import_module("texts")
-    assert text_of(spaced.rotary_of_the_test) == text
+    assert text_of(texts.rotary_of_the_test) == text
     with pytest.raises(NoText, match="function is neither a constant nor a function|is not that of its code"):
         text_of(functools.wraps(rotary_of_the_test)(lambda *args: 2 * rotary_of_the_test(*args)))
     monkeypatch.setattr(rotary_of_the_test, "__defaults__", (2,))

@@ -143,7 +143,9 @@ def written(library: str, merged: dict[str, dict]) -> str:
     if library != "others":
         whys = "".join(f"{text!r}: {why!r},\n" for text, why in unsupported.items())
         tables += f"# Why torch_rope does not support these.\nUNSUPPORTED = {{\n{whys}}}\n"
-    return HEAD.format(".." if "/" in TABLES[library] else ".", library) + tables
+    return (
+        HEAD.format(".." if "/" in TABLES[library] else ".", library.replace("others", "other people's code")) + tables
+    )
 
 
 def _entry(known: Known) -> str:

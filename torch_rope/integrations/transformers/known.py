@@ -258,4 +258,11 @@ FUNCTIONS = {
     ),
 }
 # Why torch_rope does not support these.
-UNSUPPORTED = {}
+UNSUPPORTED = {
+    "11de348682e7": "it rotates q, k and v, and takes positions",
+    "fba76cf16007": "it rotates k with tables of its own, repeated for each frame",
+    "83c7f514b0de": "it computes in another dtype on Apple GPUs, and does not rotate q and k",
+    "a5b4b148925d": "it computes in another dtype on Apple GPUs, and does not rotate q and k",
+    "feb1eb6523cd": "k may be longer than q, and the tables are repeated for it",
+    "0c427935a984": "the two channels of a pair have different angles, which is not a rotation",
+}
