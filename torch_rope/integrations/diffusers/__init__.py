@@ -45,7 +45,7 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
         parts = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         encoders = {name: part for name, part in parts.items() if "transformers" in packages_of(part)}
         modules = nn.ModuleDict({name: part for name, part in parts.items() if name not in encoders})
-    patched = patch_model(LIBRARY, modules, options, fuser() if fuse else None, angles, model)
+    patched = patch_model(LIBRARY, modules, options, fuser(rounding) if fuse else None, angles, model)
     ours = [r.path for r in patched.left()]
     left = _left_as_they_are(modules, ours, "its formula is written out, in no function that torch_rope could replace")
     left += _left_as_they_are(nn.ModuleDict(encoders), [], "torch_rope.integrations.transformers has a patch for it")
