@@ -25,7 +25,7 @@ NORMS = {
 PROCESSORS = {
     "c99f3343901e": "flux",  # Flux: 0.38, 0.39; BriaFibo
     "e614223c7f6a": "flux",  # Flux: 0.40 to 0.42
-    "94e8d7ca0cd0": "flux",  # Bria, LongCatImage, OvisImage
+    "94e8d7ca0cd0": "bria",  # Bria, LongCatImage, OvisImage
     "593e7db7a207": "flux",  # Flux2: 0.38, 0.39
     "52353f9f09c0": "flux",  # Flux2: 0.40 to 0.42
     "166596a36de5": "flux2_parallel",  # Flux2ParallelSelf: 0.38, 0.39
