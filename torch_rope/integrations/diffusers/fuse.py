@@ -1,18 +1,17 @@
 """Fused attention of diffusers: the norms of q and k, the rotation, and the joining of text and image are one operator.
 
-known_layers.py says which processors compute what a form below computes. Where a form does not know what to do, the
-processor's own method computes.
+known_layers.py says which form, flux to wan, computes what a processor computes. Its own method does where no form knows how.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ..._ops import ops
 from .._bits import is_traced
@@ -35,31 +34,29 @@ class Layer(NamedTuple):
     own: Any  # the processor's own method
     rotary: Rotary
     eager: bool  # whether to round as the own method does
-    norms: dict[type, tuple[Callable, Norm]]  # the known norms, with their forward when the model was patched
+    norms: dict[tuple[type, Any], Norm]  # by the class, and its forward when the model was patched
 
     def attention(self, processor, attn, names, x, seq, *others, heads=1, rest=0) -> Callable[..., Tensor]:
         """Returns a function of the projections of each stream and of a mask, or raises NotKnown.
 
-        names: those of the norms of q and k, for each stream. x: the input [batch, seq, channels]. seq: how many tokens
-        rotate. others: the other arguments of the rotary function. heads: how many are normalised together. rest: how many
-        tokens follow that do not rotate.
+        names: of the norms of q and k of each stream. x: [batch, seq, channels]. seq: how many tokens rotate, and rest: how
+        many follow that do not. others: those of the rotary function's arguments. heads: how many a norm takes together.
         """
         norms = [getattr(attn, name) for name in names]
         norm_flags = self._norm_flags(norms, x.dtype)
         weights = [m.weight.unflatten(-1, (heads, -1)) if heads > 1 else m.weight for m in norms]
         two_heads = x[:, :1, None, :1].expand(-1, seq, 2, weights[0].shape[-1])
-        found = None if others[0] is None else self.rotary.operands([two_heads], others)
-        if found is None or not found[0].fits(x, False):
+        o, *_ = (others[0] is not None and self.rotary.operands([two_heads], others)) or [None]
+        if o is None or not o.fits(x, False) or o.rounding.x != x.dtype:
             raise NotKnown
-        o, flags = found[0], {"eager_rounding": False} | found[0].flags
-        if o.rounding.x != x.dtype or flags["eager_rounding"] != self.eager or "inverse" in flags:
+        if o.flags.get("eager_rounding", False) != self.eager:  # the operator cannot round as the rotary function does
             raise NotKnown
         tables = [t[None] if t.dim() == 2 else t for t in (o.cos, o.sin)]  # [batch or 1, seq, rotary_dim / 2]
         if rest:  # rotates by angles of 0
-            tables = [pad(t, (0, 0, 0, rest), value=angle_0) for t, angle_0 in zip(tables, (1.0, 0.0), strict=True)]
+            tables = [F.pad(t, (0, 0, 0, rest), value=value) for t, value in zip(tables, (1.0, 0.0), strict=True)]
 
         def attend(streams: Sequence, mask: Tensor | None) -> Tensor:
-            q, k, v = _joined(streams, weights, tables, flags | norm_flags)
+            q, k, v = _joined(streams, weights, tables, o.flags | norm_flags)
             how = {"backend": processor._attention_backend, "parallel_config": processor._parallel_config}
             out = self.own.__globals__["dispatch_attention_fn"](q, k, v, attn_mask=mask, **how)
             return out.flatten(2, 3).to(q.dtype)
@@ -68,9 +65,8 @@ class Layer(NamedTuple):
 
     def _norm_flags(self, norms: Sequence[Any], dtype: torch.dtype) -> dict[str, Any]:
         """Returns the operators' flags for norms that are alike, and compute as when the model was patched."""
-        kind = type(norms[0])
-        forward, norm = self.norms.get(kind, (None, None))
-        if norm is None or kind.forward is not forward or any(type(m) is not kind for m in norms):
+        kinds = {(type(m), getattr(type(m), "forward", None)) for m in norms}
+        if (norm := self.norms.get(kinds.pop())) is None or kinds:
             raise NotKnown
         eps = {getattr(m, norm.eps) for m in norms}
         weights = [{n: p.dtype for n, p in m._parameters.items() if p is not None} for m in norms]
@@ -88,22 +84,16 @@ def _joined(streams: Sequence, weights: Sequence[Tensor], tables: Sequence[Tenso
     streams = [[t.unflatten(-1, (-1, weights[0].shape[-1])) for t in qkv] for qkv in streams]
     seqs = [q.shape[1] for q, *_ in streams]
     cos, sin = (t.split(seqs, -2) for t in tables)
-    calls = zip(streams, weights[::2], weights[1::2], cos, sin, strict=True)
+    calls = [*zip(streams, weights[::2], weights[1::2], cos, sin, strict=True)]
     # What writes to joint tensors has no gradient. A single stream needs none.
     if len(streams) == 1 or torch.is_grad_enabled() or is_traced():
         parts = [(*ops.norm_rotate_qk.default(q, k, *more, **flags), v) for (q, k, v), *more in calls]
         return [torch.cat(part, 1) for part in zip(*parts, strict=True)] if len(parts) > 1 else parts[0]
-    joint = q, k, v = [t.new_empty(len(t), sum(seqs), *t.shape[2:]) for t in streams[0]]
-    start = 0
-    for (qkv, q_weight, k_weight, *table), q_out in zip(calls, q.split(seqs, 1), strict=True):
+    q, k, v = (t.new_empty(len(t), sum(seqs), *t.shape[2:]) for t in streams[0])
+    for (qkv, *norms, cos, sin), start, part in zip(calls, (0, seqs[0]), q.split(seqs, 1), strict=True):
         # k and v are caches with a block for each sequence, and the offset is that of the cells.
-        more = None, None, start, None, q_weight, k_weight
-        ops.rotate_into_cache_.default(*qkv, k, v, *table, *more, q_out=q_out, **flags)
-        start += q_out.shape[1]
-    return joint
-
-
-# ---- forms ----
+        ops.rotate_into_cache_.default(*qkv, k, v, cos, sin, None, None, start, None, *norms, q_out=part, **flags)
+    return q, k, v
 
 
 def flux(
@@ -151,17 +141,14 @@ def qwen(
 def hunyuan(
     layer, processor, attn, x, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, by_pair=False
 ):  # fmt: skip
-    """The image stands first, and it alone rotates. Single blocks project both by the same weights.
-
-    by_pair: the mask [batch, tokens] is that of the last tokens, and pairs of tokens attend.
-    """
+    """The image stands first, and it alone rotates. Single blocks project both by the same weights."""
     text, double, mask = encoder_hidden_states, attn.add_q_proj is not None, attention_mask
     if text is None:
         raise NotKnown
     seqs, names = [x.shape[1], text.shape[1]], IMAGE + TEXT if double else IMAGE
     attend = layer.attention(processor, attn, names, x, seqs[0], image_rotary_emb, True, -1, 1, rest=seqs[1])
-    if by_pair:
-        mask = pad(mask, (sum(seqs) - mask.shape[1], 0), value=True).bool()[:, None]
+    if by_pair:  # the mask [batch, tokens] is that of the last tokens
+        mask = F.pad(mask, (sum(seqs) - mask.shape[1], 0), value=True).bool()[:, None]
         mask = mask[..., None, :] & mask[..., None]  # [batch, 1, seq, seq]
     streams = [projected(attn, x), added(attn, text)] if double else [projected(attn, torch.cat([x, text], 1))]
     x, text = attend(streams, mask).split(seqs, 1)
@@ -203,19 +190,9 @@ def each(modules, x):
 FORMS = {form.__name__: form for form in (flux, flux2_parallel, qwen, hunyuan, z_image, wan)}
 
 
-# ---- which processors are fused ----
-
-
-def _text(function: Any, owner: type, roles: Collection[str] = ()) -> str:
-    try:
-        return text_of(function, roles, owner)
-    except NoText:
-        return ""
-
-
 def fuser(rounding: str) -> Fuse:
     """Returns a function that finds the methods of one model. torch.compile compiles once for all layers with the same."""
-    norms: dict[type, tuple[Callable, Norm]] = {}
+    norms: dict[tuple[type, Any], Norm] = {}
 
     @functools.cache
     def method(text: str, own: FunctionType, rotary: Rotary) -> Callable:
@@ -234,16 +211,20 @@ def fuser(rounding: str) -> Fuse:
 
     def fuse(module: nn.Module, owner: Any, name: str, function: Any, new: FunctionType) -> tuple[Callable, str]:
         rotaries = [c for c in vars(new)["_torch_rope"] if isinstance(c, Rotary)]
-        text = _text(function, type(owner), {"dispatch_attention_fn", *(r.name for r in rotaries)})
+        kinds: set[Any] = {type(m) for n in IMAGE + TEXT if isinstance(m := getattr(module, n, None), nn.Module)}
+        try:
+            text = text_of(function, {"dispatch_attention_fn", *(r.name for r in rotaries)}, type(owner))
+            texts = {kind: text_of(kind.forward, owner=kind) for kind in kinds}
+        except NoText as error:
+            return new, f"its text is not known: {error}"
         if text not in PROCESSORS or name != "__call__" or len(rotaries) != 1:
             return new, "its text is not known"
         if getattr(module, "is_cross_attention", False):
             return new, "it is cross-attention"
-        kinds: set[Any] = {type(m) for n in IMAGE + TEXT if (m := getattr(module, n, None)) is not None}
-        texts = {k: _text(k.forward, k) for k in kinds if k.__call__ is nn.Module.__call__}
-        norms.update({kind: (kind.forward, NORMS[text]) for kind, text in texts.items() if text in NORMS})
-        if not kinds or not kinds <= norms.keys():
+        known = {kind for kind in kinds if texts[kind] in NORMS and kind.__call__ is nn.Module.__call__}
+        if known != kinds or not kinds:
             return new, f"its norms are not known: {', '.join(kind.__name__ for kind in kinds) or 'none'}"
+        norms.update({(kind, kind.forward): NORMS[texts[kind]] for kind in kinds})
         return method(text, new, rotaries[0]), "the norms of q and k, and the rotation"
 
     return fuse
