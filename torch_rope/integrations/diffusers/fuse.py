@@ -101,7 +101,7 @@ def flux(
 ):  # fmt: skip
     """Double blocks, in which the text stands first, and single blocks of one stream. All tokens rotate."""
     text, double = encoder_hidden_states, encoder_hidden_states is not None
-    if not double == (attn.added_kv_proj_dim is not None) == hasattr(attn, "to_out"):
+    if not double == (attn.added_kv_proj_dim is not None) == (getattr(attn, "to_out", None) is not None):
         raise NotKnown
     seqs, names = ([text.shape[1], x.shape[1]], TEXT + IMAGE) if double else ([x.shape[1]], IMAGE)
     attend = layer.attention(processor, attn, names, x, sum(seqs), image_rotary_emb, True, -1, 1)
