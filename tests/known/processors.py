@@ -25,9 +25,11 @@ from diffusers import models
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torch_rope.integrations._text import NoText, text_of
-from torch_rope.integrations.diffusers import LIBRARY, fuse, patch
-from torch_rope.integrations.diffusers.known_layers import NORMS, PROCESSORS
+sys.path[:0] = [str(Path(__file__).parents[1] / path) for path in (".", "exhaustive/models")]
+
+from torch_rope.integrations._text import NoText, text_of  # noqa: E402
+from torch_rope.integrations.diffusers import LIBRARY, fuse, patch  # noqa: E402
+from torch_rope.integrations.diffusers.known_layers import NORMS, PROCESSORS  # noqa: E402
 
 # ---- texts ----
 
@@ -195,8 +197,6 @@ def check(model: torch.nn.Module, inputs: dict) -> Iterator[tuple]:
 def main() -> None:
     print(*entries(), sep="\n")
     if "--check" in sys.argv:
-        tests = Path(__file__).parents[1]
-        sys.path[:0] = [str(tests), str(tests / "exhaustive/models")]
         from diffusion_models import MODELS, TABLES
         from training import cast
 
