@@ -28,7 +28,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, bool]]] = {
     "e614223c7f6a": ("flux", {}),  # FluxAttnProcessor, also of Chroma: 0.40 to 0.42
     "593e7db7a207": ("flux", {}),  # Flux2AttnProcessor: 0.38, 0.39
     "52353f9f09c0": ("flux", {}),  # Flux2AttnProcessor: 0.40 to 0.42
-    "94e8d7ca0cd0": ("flux", {"contiguous": False}),  # BriaAttnProcessor, LongCatImageAttnProcessor, OvisImageAttnProcessor
+    "94e8d7ca0cd0": ("flux", {"contiguous": False}),  # the AttnProcessors of Bria, LongCatImage, OvisImage
     "166596a36de5": ("flux2_parallel", {}),  # Flux2ParallelSelfAttnProcessor: 0.38, 0.39
     "e688e6592f32": ("flux2_parallel", {}),  # Flux2ParallelSelfAttnProcessor: 0.40 to 0.42
     "0b68ea84e446": ("qwen", {}),  # QwenDoubleStreamAttnProcessor2_0: 0.39
