@@ -110,7 +110,7 @@ exhaustive-metal: .venv/metal
 	  ROPE_EXHAUSTIVE= $(PYTEST) --simulate --thread-order=$$order tests/operators tests/backends/metal || exit; done
 
 exhaustive-models: .venv/models
-	$(PYTEST) tests/integrations tests/exhaustive/models
+	$(PYTEST) tests/integrations tests/exhaustive/models tests/known
 
 exhaustive-package: lint .venv/models .venv/package wheel
 	$(WITH_NINJA) $(PYTEST) tests/tools tests/exhaustive/package

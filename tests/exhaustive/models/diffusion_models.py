@@ -355,3 +355,7 @@ def make(name):
 
 
 MODELS = {name: functools.partial(make, name) for name in TABLE}
+# The models with layers that fuse=True fuses.
+FUSED = """Flux Flux2 Chroma Bria BriaFibo BriaFibo2 LongCatImage OvisImage QwenImage ZImage HunyuanImage HunyuanVideo
+    HunyuanVideo15 HunyuanVideoFramepack MotifVideo Wan WanVACE WanAnimate SkyReelsV2 ChronoEdit"""
+FUSED = {name for name in MODELS if name.partition("Transformer")[0] in FUSED.split()}

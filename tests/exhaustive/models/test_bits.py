@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from diffusion_models import FLOAT32_ONLY, NO_GRADIENT, TABLES
+from diffusion_models import FLOAT32_ONLY, FUSED, NO_GRADIENT, TABLES
 from diffusion_models import MODELS as DIFFUSION
 from families import CASES as FAMILIES
 from layers import rotations as rotations
@@ -35,12 +35,6 @@ LIMITS = {
 NO_ROTATION = {"ErnieImageTransformer2DModel": "its tables have different angles for the two channels of a pair"}
 # The tables of these need a gradient, which is a sum over tokens in another order.
 NOT_TRAINED = {"MochiTransformer3DModel", *(name for name in VISION if "mixed" in name)}
-# The models with layers that fuse=True fuses.
-FUSED = {
-    "FluxTransformer2DModel", "ChromaTransformer2DModel", "BriaTransformer2DModel", "LongCatImageTransformer2DModel",
-    "OvisImageTransformer2DModel", "WanTransformer3DModel", "WanTransformer3DModel, i2v", "WanVACETransformer3DModel",
-    "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel", "WanAnimateTransformer3DModel",
-}  # fmt: skip
 # The models whose processors write the rotation out, and call no function that rotates.
 REFUSED = ["Cosmos3OmniTransformer", "Ideogram4Transformer2DModel"]
 SERVED = [name for name in DIFFUSION if name not in REFUSED]
