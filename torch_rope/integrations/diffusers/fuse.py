@@ -15,10 +15,10 @@ from torch import nn
 from ..._modes import undisturbed
 from ..._ops import ops
 from .._conventions import Sample
-from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, small_linear, unknown, untried
 from .._names import copy_of
 from .._patch import Fuse
 from .._rotary import Rotary
+from .._trial import Norm, are_plain, changed, disagreement, like_norm, norm_of, small_linear, unknown, untried
 
 # The last arguments of the processors of Wan and Flux, in which shape they are tables [seq, head_dim], and what follows
 # x in a call of the rotary function.
