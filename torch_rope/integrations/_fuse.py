@@ -1,10 +1,10 @@
 """RMS norms that a fused layer computes itself: those whose forward has a known text."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import _has_any_global_hook
 
 from ._text import NoText, text_of
@@ -26,18 +26,16 @@ class Known(NamedTuple):
     norm: Norm
 
     def are(self, modules: Collection[nn.Module], x: Tensor, eager: bool) -> bool:
-        """Returns whether the operators can compute modules for x: with one eps, and with the model's rounding if eager."""
-        if self.kind.forward is not self.forward or not are_plain(modules):
-            return False
-        first = None
-        for module in modules:  # without more loops, because each layer of a decode step asks
-            own, weight = module.__dict__, module._parameters.get("weight")
-            eps = own[self.norm.eps] if type(module) is self.kind else None
-            if eps is None or eps != (first := eps if first is None else first):
+        """Returns whether the operators compute what norms of x do: with one eps, and with their rounding if eager."""
+        kind, eps, first, rounds = self.kind, self.norm.eps, None, eager and self.norm.rounds
+        for module in modules:
+            own = module.__dict__
+            first = own[eps] if first is None and type(module) is kind else first
+            if first is None or type(module) is not kind or own[eps] != first:
                 return False
-            if eager and self.norm.rounds and (weight is None or weight.dtype != x.dtype):
+            if rounds and own["_parameters"]["weight"].dtype is not x.dtype:
                 return False
-        return True
+        return kind.forward is self.forward and are_plain(modules)
 
     def flags(self, module: nn.Module, eager: bool) -> dict:
         """Returns how the operators compute a norm."""
@@ -48,7 +46,7 @@ class Known(NamedTuple):
 
 def known_norms(modules: Collection[nn.Module], norms: Mapping[str, Norm]) -> Known | str:
     """Returns what the norms of a layer are, or why they are not known. norms: what the texts of forwards compute."""
-    kinds = dict.fromkeys(map(type, modules))
+    kinds: list[type[nn.Module]] = [*dict.fromkeys(map(type, modules))]
     kind, *others = kinds
     try:
         norm = norms.get(text_of(kind.forward, owner=kind)) if kind.__call__ is nn.Module.__call__ else None
@@ -61,18 +59,17 @@ def known_norms(modules: Collection[nn.Module], norms: Mapping[str, Norm]) -> Kn
 
 def weight_of(module: nn.Module, x: Tensor) -> Tensor:
     """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
-    w = module._parameters["weight"]
-    assert w is not None
+    w: Any = module._parameters["weight"]
     w = w.float() if w.dtype != x.dtype else w
     return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
 
 
 def are_plain(modules: Collection[nn.Module]) -> bool:
-    """Returns whether nothing but their classes sees the calls of modules, which a fused layer does not make."""
-    for module in modules:
+    """Returns whether nothing but their classes sees the calls of modules, which a fused layer may not make."""
+    for module in modules:  # without more loops, because each layer of a decode step asks
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return False
         if "forward" in own or "_norm" in own:
             return False
-    return torch.compiler.is_compiling() or not _has_any_global_hook()
+    return is_compiling() or not _has_any_global_hook()

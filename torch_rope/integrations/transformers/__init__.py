@@ -62,4 +62,4 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
     if fuse:
         from .fuse import fuser  # transformers must be installed for it
     angles = (lambda model, path: of_transformers(model.get_submodule(path))) if exact_angles else None
-    return patch_model(LIBRARY, model, options, fuser() if fuse else None, angles)
+    return patch_model(LIBRARY, model, options, fuser(rounding) if fuse else None, angles)

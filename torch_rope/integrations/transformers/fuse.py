@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_any_autocast_enabled
+from torch.compiler import is_compiling
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from ..._ops import ops
@@ -21,6 +23,7 @@ from .._rotary import Rotary
 from .._text import NoText, plain, text_of
 from .known_layers import FORWARDS, NORMS, Layer
 
+ALWAYS = "hidden_states", "position_embeddings", "attention_mask"  # the arguments of all forwards
 ROLES = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"  # what a forward calls, whatever its text is
 UPDATES = StaticCache.update, StaticLayer.update, StaticSlidingWindowLayer.update  # others may replace them
 
@@ -29,7 +32,9 @@ class Call(NamedTuple):
     """The arguments of a forward that is fused."""
 
     x: Tensor  # [batch, seq, hidden]
-    named: dict  # the arguments that the own forward names, in its order
+    cache: Any
+    mask: Tensor | None
+    named: dict  # other arguments that the own forward names
     more: dict  # its other keywords
     rotation: tuple[Operands, Callable, Callable]  # see Rotary.operands
 
@@ -37,80 +42,75 @@ class Call(NamedTuple):
 class Fused:
     """What the fused forwards of layers with one text have in common."""
 
-    def __init__(
-        self, record: Layer, inner: FunctionType, own: Callable, rotary: Rotary, norms: Known | None, eager: bool
-    ):
-        self.record, self.own, self.rotary, self.norms, self.eager = record, own, rotary, norms, eager
-        self.names, self.globals = record.arguments.split(), inner.__globals__
+    def __init__(self, record: Layer, module: Any, own: Callable, rotary: Rotary, norms: Known | None, eager: bool):
+        self.record, self.rotary, self.norms, self.eager = record, rotary, norms, eager
+        self.dim: int = module.qk_rope_head_dim if record.form == "latent" else module.head_dim
+        self.names, self.globals = record.arguments.split(), plain(own).__globals__
         self.cache = "cache" if "cache" in self.names else "past_key_values"
-        self.dim = "qk_rope_head_dim" if record.form == "latent" else "head_dim"
-        self.norms_of_qk, self.parts = record.norms.split(), [*record.norms.split(), *record.norm_of_v.split()]
+        self.others = {*self.names} - {*ALWAYS, self.cache}
+        self.norms_of_qk, self.parts = record.norms.split(), (*record.norms.split(), *record.norm_of_v.split())
         words = record.rotated, record.normed, record.factor, record.reads, record.stores
         self.rotated, self.normed, self.factor, self.reads, self.stores = map(self.meaning, words)
         self.tells, self.update = (self.meaning(f"dict({words})") for words in (record.tells, record.update))
         self.out: Callable = eval(f"lambda self, out, gate: {record.out}", self.globals)
-        self.calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # how often own had to compute, by layer
+        self.calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the own forward, by layer, by layer
         self._seen: dict[int, tuple] = {}  # rotations, by the identity of their first table
 
     def meaning(self, words: str) -> Callable:
-        """Returns a function of a layer, of the arguments of its forward and its other keywords: what words mean for them."""
-        return eval(f"lambda {', '.join(['self', *self.names, 'kwargs'])}: {words}", self.globals)
+        """Returns a function of what said gives it: what words mean for a layer in a call."""
+        return eval(f"lambda self, hidden_states, {self.cache}, kwargs, position_ids=None, **_: {words}", self.globals)
+
+    def said(self, meaning: Callable, layer: Any, c: Call) -> Any:
+        return meaning(layer, c.x, c.cache, c.more, **c.named)
 
     # ---- whether a call is fused ----
 
     def call(self, layer: Any, args: tuple, kwargs: dict) -> Call | None:
-        """Returns the arguments of a call that the operators can compute, or None. It looks at types alone."""
-        more = kwargs | dict(zip(self.names, args, strict=False))
-        named = {name: more.pop(name, None) for name in self.names}
-        x, tables = named["hidden_states"], named["position_embeddings"]
-        if x is None or tables is None or x.is_meta or "past_key_values" in more:  # an old name of cache
+        """Returns the arguments of a call that the operators can compute, or None."""
+        more = {**kwargs, **dict(zip(self.names, args, strict=False))}
+        x, tables = more.pop("hidden_states", None), more.pop("position_embeddings", None)
+        rotation = None if "past_key_values" in more and self.cache == "cache" else self.look(layer, x, tables)
+        if rotation is None:
             return None
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        mask, cache = more.pop("attention_mask", None), more.pop(self.cache, None)
+        return Call(x, cache, mask, {name: more.pop(name, None) for name in self.others}, more, rotation)
+
+    def look(self, layer: Any, x: Any, tables: Any) -> tuple | None:
+        """Returns how the operators rotate q and k, or None if they cannot compute what the layer does."""
+        if x is None or tables is None or (_is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)):
             return None
         if self.norms is not None:
-            norms = [module for name in self.parts if (module := layer._modules.get(name)) is not None]
-            if not self.norms.are(norms, x, self.eager):
+            modules = layer._modules
+            if not self.norms.are([modules[name] for name in self.parts if name in modules], x, self.eager):
                 return None
-        rotation = self.rotation(x, tables, getattr(layer, self.dim))
-        return None if rotation is None else Call(x, named, more, rotation)
-
-    def rotation(self, x: Tensor, tables: Any, dim: int) -> tuple | None:
-        """Returns how the operators rotate heads of dim channels, or None. The layers of a model have the same tables."""
-        tables = (tables,) if isinstance(tables, Tensor) else tables
-        if torch.compiler.is_compiling():
-            return self._rotation(x, tables, dim)
-        key = [x.dtype, x.shape, dim, *(None if t.is_inference() else t._version for t in tables)]
-        seen, known, rotation = self._seen.get(id(tables[0]), ((), None, None))
-        if known == key and all([ref() is t for ref, t in zip(seen, tables, strict=True)]):
-            return rotation
-        rotation, first = self._rotation(x, tables, dim), id(tables[0])
-        lasts = None not in key or (rotation is not None and rotation[0].cos.dtype == tables[0].dtype)
-        if lasts and not is_traced() and not any(t.requires_grad for t in tables):
-            refs = [weakref.ref(t, lambda _: self._seen.pop(first, None)) for t in tables]
-            self._seen[first] = refs, key, rotation
+        # The layers of a model have the same tables.
+        first, last = (tables, tables) if isinstance(tables, Tensor) else tables
+        if not is_compiling() and (seen := self._seen.get(id(first))) is not None:
+            first_seen, last_seen, dtype, version, rotation = seen
+            same = first_seen() is first and last_seen() is last and dtype is x.dtype
+            if same and (version is None or version == _version(first, last)):
+                return rotation
+        rotation = self._rotation(x, (first,) if first is last else (first, last))
+        if rotation is not None and not (is_compiling() or is_traced() or first.requires_grad or last.requires_grad):
+            # Views of tables follow their changes. Converted tables do not.
+            views, key = first.is_complex() or rotation[0].cos.dtype == first.dtype, id(first)
+            version = None if views else _version(first, last)
+            if views or version is not None:
+                refs = (weakref.ref(t, lambda _: self._seen.pop(key, None)) for t in (first, last))
+                self._seen[key] = *refs, x.dtype, version, rotation
         return rotation
 
-    def _rotation(self, x: Tensor, tables: tuple, dim: int) -> tuple | None:
-        first, others = self.record.heads_first, self.rotary.convention.others
-        one_head = x[:, None, :, :1].expand(-1, -1, -1, dim) if first else x[:, :, None, :1].expand(-1, -1, -1, dim)
+    def _rotation(self, x: Tensor, tables: tuple) -> tuple | None:
+        heads_first, others = self.record.heads_first, self.rotary.convention.others
+        one_head = x[:, None, :, :1].expand(-1, -1, -1, self.dim)
+        one_head = one_head if heads_first else one_head.transpose(1, 2)
         more = [*[None] * (others - 3), 1] if others > 2 else []  # the dimension of heads in q
-        rotation = self.rotary.operands([one_head], (*tables, *more))
-        if rotation is None or not rotation[0].fits(x, first):
+        rotation = None if x.is_meta else self.rotary.operands([one_head], (*tables, *more))
+        if rotation is None or not (o := rotation[0]).fits(x, heads_first) or "inverse" in o.flags:
             return None
-        rounding, flags = rotation[0].rounding, rotation[0].flags
-        as_asked = self.eager == flags.get("eager_rounding", False) and rounding.x == x.dtype
-        return rotation if as_asked and "inverse" not in flags else None
-
-    def fall_back(self, layer: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns what the own forward returns, and counts that it had to compute."""
-        if not torch.compiler.is_compiling():
-            self.calls[layer] = self.calls.get(layer, 0) + 1
-        return self.own(layer, *args, **kwargs)
+        return rotation if self.eager == o.flags.get("eager_rounding", False) and o.rounding.x == x.dtype else None
 
     # ---- what the forms have in common ----
-
-    def said(self, meaning: Callable, layer: Any, c: Call) -> Any:
-        return meaning(layer, *c.named.values(), c.more)
 
     def rotate(self, layer: Any, c: Call, q: Tensor, k: Tensor, v: Tensor | None, projection: Any) -> tuple | None:
         """Returns q [batch, heads, seq, head_dim], normalised and rotated, and k and v as the cache returns them.
@@ -120,25 +120,23 @@ class Fused:
         """
         if not q.dtype == k.dtype == c.x.dtype:
             return None
-        o, cache, latent = c.rotation[0], c.named.get(self.cache), self.record.form == "latent"
+        o, cache, latent, modules = c.rotation[0], c.cache, self.record.form == "latent", layer._modules
         rotated, normed, factor = (self.said(words, layer, c) for words in (self.rotated, self.normed, self.factor))
-        tables, flags = ((o.cos, o.sin), o.flags) if rotated else ((o.cos[..., :0], o.sin[..., :0]), o.flags)
-        if factor is not None:
-            flags = flags | {"q_factor": factor.float().reshape(-1, q.shape[1])}
-        parts = [layer._modules.get(name) for name in self.norms_of_qk] if normed else []
-        norms = [m for m in parts if m is not None] if v is not None else parts[:1] * 2
+        tables = (o.cos, o.sin) if rotated else (o.cos[..., :0], o.sin[..., :0])
+        flags = o.flags if factor is None else o.flags | {"q_factor": factor.float().reshape(-1, q.shape[1])}
+        norms = [modules[name] for name in self.norms_of_qk if normed and name in modules]
+        norms = norms if v is not None else norms[:1] * 2  # a layer without k may have no norm of k
         weights = [weight_of(m, t) for m, t in zip(norms, (q, k), strict=False)]
-        norm_of_v = layer._modules[self.record.norm_of_v] if self.record.norm_of_v and v is not None else None
-        of_norms = self.norms.flags([*norms, norm_of_v][0], self.eager) if norms or norm_of_v else {}
+        norms_of_v = [modules[name] for name in self.record.norm_of_v.split() if v is not None]
+        of_norms = self.norms.flags([*norms, *norms_of_v][0], self.eager) if self.norms and norms + norms_of_v else {}
         # An exported program may run with gradients, with which the operator does not write.
-        writes = not torch.is_grad_enabled() and not torch.compiler._is_exporting_flag and v is not None
-        if writes and type(cache) is StaticCache:
+        writes = type(cache) is StaticCache and not (torch.is_grad_enabled() or torch.compiler._is_exporting_flag)
+        if writes and v is not None:
             # The result of a projection may be held elsewhere, unless the projection is PyTorch's own.
             q_out = q if type(projection) is nn.Linear and are_plain([projection]) else torch.empty_like(q)
-            of_v = (
-                {"norm_v": True, "v_norm_weight": norm_of_v._parameters.get("weight")} if norm_of_v is not None else {}
-            )
-            how = {**flags, **of_norms, **of_v, "q_out": q_out}
+            how = {**flags, **of_norms, "q_out": q_out}
+            if norms_of_v:
+                how |= {"norm_v": True, "v_norm_weight": norms_of_v[0]._parameters.get("weight")}
             held = _write(cache, layer.layer_idx, q, k, v, tables, weights, latent, how)
             if held is not None:
                 return q_out.transpose(1, 2), *held
@@ -149,7 +147,7 @@ class Fused:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if v is None:
             return q, k, v
-        v = (v if norm_of_v is None else norm_of_v(v)).transpose(1, 2)
+        v = (norms_of_v[0](v) if norms_of_v else v).transpose(1, 2)
         held = (v, k) if latent else (k, v)
         return q, *(held if cache is None else cache.update(*held, layer.layer_idx, **self.said(self.update, layer, c)))
 
@@ -160,8 +158,13 @@ class Fused:
         functions, eager = self.globals["ALL_ATTENTION_FUNCTIONS"], self.globals["eager_attention_forward"]
         attention = functions.get_interface(layer.config._attn_implementation, eager)
         told = self.said(self.tells, layer, c)
-        out, scores = attention(layer, *qkv, c.named["attention_mask"], **told, **c.more)
+        out, scores = attention(layer, *qkv, c.mask, **told, **c.more)
         return self.out(layer, out.reshape(*c.x.shape[:-1], -1).contiguous(), gate), scores
+
+
+def _version(*tables: Tensor) -> int | None:
+    """Returns a number that changes when tables change, or None if nothing tells that."""
+    return None if any(t.is_inference() for t in tables) else sum(t._version for t in tables)
 
 
 # ---- forms of attention ----
@@ -298,8 +301,8 @@ def fuser(rounding: str = "eager") -> Fuse:
     def fuse(module: nn.Module, owner: Any, name: str, function: Any, new: FunctionType) -> tuple[Callable, str]:
         if owner is not module or name != "forward":
             return new, ""
-        norms = tuple(type(m) for m in module._modules.values() if isinstance(m, nn.Module))
-        key = function, type(module), norms, getattr(getattr(module, "config", None), "rope_interleave", None)
+        kinds = [(n, type(m)) for n, m in module._modules.items()]
+        key = function, type(module), getattr(module, "head_dim", None), *kinds
         if key not in made:
             made[key] = _fused(module, function, new, rounding == "eager")
         return made[key]
@@ -310,29 +313,31 @@ def fuser(rounding: str = "eager") -> Fuse:
 def _fused(module: nn.Module, function: Any, new: FunctionType, eager: bool) -> tuple[Callable, str]:
     """Returns the forward that a module gets, and what it fuses, or new and why nothing is fused."""
     rotaries = {c.name: c for c in vars(new)["_torch_rope"] if isinstance(c, Rotary)}
-    inner = plain(function)
     try:
         record = FORWARDS.get(text_of(function, {*ROLES, *rotaries}, type(module)))
     except NoText:
         record = None
     if record is None or not rotaries:
         return new, "its text is not known"
-    if record.never:
-        return new, record.never
-    name = eval(f"lambda self: {record.rotary}")(module) if record.rotary else [*rotaries][0]
+    never, name = (eval(f"lambda self: {words}")(module) for words in (record.never, record.rotary))
+    if never:
+        return new, never
     names = [*record.norms.split(), *record.norm_of_v.split()]
     modules = [m for name in names if (m := module._modules.get(name)) is not None]
     norms = known_norms(modules, NORMS) if modules else None
     if isinstance(norms, str):
         return new, norms
-    fused = Fused(record, inner, new, rotaries[name], norms, eager)
-    form = FORMS[record.form]
+    fused, form = Fused(record, module, new, rotaries[name or [*rotaries][0]], norms, eager), FORMS[record.form]
 
     def forward(self, *args, **kwargs):
         call = fused.call(self, args, kwargs)
-        result = None if call is None else form(fused, self, call)
-        return fused.fall_back(self, args, kwargs) if result is None else result
+        if call is not None and (result := form(fused, self, call)) is not None:
+            return result
+        if not is_compiling():
+            fused.calls[self] = fused.calls.get(self, 0) + 1
+        return new(self, *args, **kwargs)
 
     vars(forward).update(_torch_rope=vars(new)["_torch_rope"], _torch_rope_own=fused.calls)
-    what = " and ".join([*(["norms"] if modules else []), "the rotation"])
-    return forward, what + "; with the write into a StaticCache" * (fused.cache in fused.names)
+    note = f"{record.norms.replace(' ', ', ')} and the rotation" if record.norms and modules else "the rotation"
+    writes = f"; with {record.norm_of_v} and the write into a StaticCache".replace("with  and", "with")
+    return forward, note + writes * (fused.cache in fused.names)

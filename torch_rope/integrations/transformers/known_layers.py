@@ -30,13 +30,13 @@ class Layer(NamedTuple):
     norm_of_v: str = ""
     normed: str = "True"  # whether q and k are normalised
     rotated: str = "True"  # whether q and k are rotated
-    rotary: str = ""  # the name of the rotary function, if there are several
+    rotary: str = "''"  # the name of the rotary function, if there are several
     heads_first: bool = True  # whether the rotary function takes q as [batch, heads, seq, head_dim]
     factor: str = "None"  # of q, after the rotation
     update: str = "kwargs=kwargs"  # the keywords that the cache gets
     reads: str = "None"  # the key of shared_kv_states that a layer without k reads
     stores: str = "None"  # the key that other layers read
-    never: str = ""  # why the layer cannot be fused
+    never: str = "''"  # why the layer cannot be fused
 
 
 NORMS = {
