@@ -230,6 +230,8 @@ class Forward:
                 raise Unclear(f"the branch {says(node.test)}")
             [what] = added
             more = {"norm": "normed", "rotated": "rotated", "factor": "factor"}[what]
+            if says(node.test) == "position_embeddings is not None":  # without them, the own forward computes
+                return inner[0], {**new, **inner[1]}
             done = f"({inner[1]['factor']}) if {says(node.test)} else None" if what == "factor" else says(node.test)
             return inner[0], {**new, **inner[1], more: done}
         if called(node) == "torch.cat" and isinstance(

@@ -133,7 +133,6 @@ _ROWS = [
         "044824583d41",
         Layer(
             tells=f"{DROPOUT}, {SCALING}, sliding_window=self.sliding_window, s_aux=self.sinks",
-            rotated="position_embeddings is not None",
         ),
     ),  # GraniteSWA, GraniteMoeSWA
     (
@@ -161,7 +160,7 @@ _ROWS = [
         "2509ade6cd8b",
         Layer(tells=WINDOW, rotated="self.sliding_window is not None or self.force_rope"),
     ),  # Cohere2Moe
-    ("4cdcac6995dc", "d288531a4448", Layer(tells=WINDOW, rotated="position_embeddings is not None")),  # CohereCompass
+    ("4cdcac6995dc", "d288531a4448", Layer(tells=WINDOW)),  # CohereCompass
     (
         "65b97544b97e",
         "f207ca7f46cd",
@@ -213,13 +212,12 @@ _ROWS = [
         "6b152f8e0f09",
         Layer(
             arguments="hidden_states attention_mask cache position_embeddings",
-            rotated="position_embeddings is not None",
         ),
     ),  # GraniteMoeHybrid
     (
         "773198bad169",
         "",
-        Layer(tells=WINDOW, norms="q_norm k_norm", rotated="position_embeddings is not None"),
+        Layer(tells=WINDOW, norms="q_norm k_norm"),
     ),  # LaraMini
     (
         "de2f84b106bf",
@@ -267,7 +265,7 @@ _ROWS = [
     (
         "19752c16408a",
         "ed0b1c4b63db",
-        Layer(norms="q_norm k_norm", rotated="position_embeddings is not None"),
+        Layer(norms="q_norm k_norm"),
     ),  # OlmoHybrid
     (
         "4b57de10f07e",
