@@ -27,7 +27,7 @@ from torch_rope.integrations.transformers import LIBRARY, known_layers  # noqa: 
 from torch_rope.integrations.transformers.fuse import ROLES  # noqa: E402
 from torch_rope.integrations.transformers.known_layers import Layer  # noqa: E402
 
-VIEWS = {"view", "transpose", "reshape", "contiguous", "flatten", "unsqueeze"}
+VIEWS = {"view", "transpose", "reshape", "contiguous", "flatten", "unsqueeze", "expand"}
 # What the forwards of the forms say that are recognised by a word: the attributes of self.
 MLA = """q_lora_rank q_proj q_b_proj q_a_layernorm q_a_proj qk_head_dim qk_nope_head_dim qk_rope_head_dim kv_a_proj_with_mqa
     kv_lora_rank kv_a_layernorm expand_kv config layer_idx training attention_dropout scaling o_proj"""

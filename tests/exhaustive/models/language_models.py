@@ -1,5 +1,7 @@
 """Makes a tiny random language model of any family of transformers, and compares its fused layers with its own."""
 
+import copy
+import functools
 import sys
 
 import pytest
@@ -94,3 +96,36 @@ def check(names):
             says, same = compared(name)
             how = "differs" if not same else "fused" if "kept apart" not in says else "kept apart"
             print(name, how, *(says.splitlines()[1:] if how != "fused" or "fell back" in says else []), sep="\n    ")
+
+
+# ---- layers one by one ----
+
+
+def calls_of_layers(model, *ways):
+    """Returns the attention layers that a model calls, with their arguments, for texts in parts: (cache, *lengths)."""
+    found, hooks = [], []
+    for module in model.modules():
+        if "Attention" in type(module).__name__ or "MLA" in type(module).__name__:
+            hook = functools.partial(lambda m, args, kwargs: found.append((m, *copy.deepcopy((args, kwargs)))))
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    for way in ways:
+        logits(model, tokens(2, sum(way[1:])), *way)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def qk_of(calls, file):
+    """Returns the q and k that layers give to the attention function."""
+    given, own = [], file.eager_attention_forward
+
+    def attention(layer, q, k, *args, **kwargs):
+        given.append((q.clone(), k.clone()))
+        return own(layer, q, k, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as watched, torch.no_grad():
+        watched.setattr(file, "eager_attention_forward", attention)
+        for module, args, kwargs in calls:
+            args, kwargs = copy.deepcopy((args, kwargs))
+            module(*args, **kwargs)
+    return given

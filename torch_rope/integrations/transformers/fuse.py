@@ -102,10 +102,10 @@ class Fused:
 
     def _rotation(self, x: Tensor, tables: tuple) -> tuple | None:
         heads_first, others = self.record.heads_first, self.rotary.convention.others
-        one_head = x[:, None, :, :1].expand(-1, -1, -1, self.dim)
-        one_head = one_head if heads_first else one_head.transpose(1, 2)
+        two_heads = x[:, None, :, :1].expand(-1, 2, -1, self.dim)  # several heads tell which dimension is theirs
+        two_heads = two_heads if heads_first else two_heads.transpose(1, 2)
         more = [*[None] * (others - 3), 1] if others > 2 else []  # the dimension of heads in q
-        rotation = None if x.is_meta else self.rotary.operands([one_head], (*tables, *more))
+        rotation = None if x.is_meta else self.rotary.operands([two_heads], (*tables, *more))
         if rotation is None or not (o := rotation[0]).fits(x, heads_first) or "inverse" in o.flags:
             return None
         return rotation if self.eager == o.flags.get("eager_rounding", False) and o.rounding.x == x.dtype else None

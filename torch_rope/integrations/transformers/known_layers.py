@@ -16,6 +16,10 @@ RESIDUAL_DROPOUT = "nn.functional.dropout(self.o_proj(out), p=self.residual_drop
 BY_CONFIG = "'apply_rotary_pos_emb_interleave' if self.config.rope_interleave else 'apply_rotary_pos_emb'"
 _BETA, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 _PARAMETERS = f"self.config.rope_parameters.get('{_BETA}'), self.config.rope_parameters.get('{_LENGTH}')"
+_SEEN = "(cache.get_seq_length(self.layer_idx) if cache is not None else 0)"
+_POSITIONS = f"(torch.arange(hidden_states.shape[1], device=hidden_states.device) + {_SEEN}).float()"
+_TEMPERATURE = f"(torch.log1p(torch.floor(({_POSITIONS} + 1.0) / self.floor_scale)) * self.attn_scale + 1.0)"
+LLAMA_4_TEMPERATURE = f"{_TEMPERATURE} if self.attn_temperature_tuning and (not self.use_rope) else None"
 LLAMA_4_SCALE = f"get_llama_4_attn_scale(position_ids, {_PARAMETERS}).to(hidden_states.dtype)"
 
 
@@ -225,7 +229,7 @@ _ROWS = [
         Layer(
             rotated="self.use_rope",
             heads_first=False,
-            factor="((torch.log1p(torch.floor(((torch.arange(hidden_states.shape[1], device=hidden_states.device) + (cache.get_seq_length(self.layer_idx) if cache is not None else 0)).float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0).expand((*hidden_states.shape[:-1], 1, 1))) if self.attn_temperature_tuning and (not self.use_rope) else None",
+            factor=LLAMA_4_TEMPERATURE,
             never="'its norms follow the rotation' if hasattr(self, 'qk_norm') else ''",
         ),
     ),  # Llama4Text
