@@ -13,9 +13,7 @@ FUNCTIONS = {
     "b452f9d14bb3": Known(
         "timm, one table", Rounds(result="x"), name="apply_rot_embed_cat", files="pos_embed_sincos", releases="1.0"
     ),
-    "d79b435510c2": Known(
-        "timm", Rounds(result="x"), name="apply_rot_embed", files="pos_embed_sincos", releases="1.0"
-    ),
+    "d79b435510c2": Known("timm", Rounds(result="x"), name="apply_rot_embed", files="pos_embed_sincos", releases="1.0"),
 }
 # Why torch_rope does not support these.
 UNSUPPORTED = {}

@@ -148,7 +148,9 @@ class Replaced:
 
     def __str__(self) -> str:
         path, owner = re.sub(r"\b\d+\b", "*", self.name()), type(self.now if self.attribute else self.module).__name__
-        return f"{path} of %d {owner}: {'; '.join(map(str, self.calls))}"
+        own = sum(getattr(f, "_torch_rope_own", {}).get(self.module, 0) for f in self.methods.values())
+        fell_back = [f"fell back to its own forward in {own} calls"] if own else []
+        return f"{path} of %d {owner}: {'; '.join([*map(str, self.calls), *fell_back])}"
 
     def name(self) -> str:
         return f"{self.path}.{self.attribute or ', '.join(self.methods)}".lstrip(".")

@@ -1,12 +1,21 @@
-"""Makes a tiny random language model of any family of transformers."""
+"""Makes a tiny random language model of any family of transformers, and compares its fused layers with its own."""
 
+import copy
+import functools
+import sys
+
+import pytest
 import torch
 from cases import needed
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 transformers = needed("transformers")
 
-from models import MLA, MOE, SMALL  # noqa: E402
+from models import MLA, MOE, SMALL, difference, logits, new_cache, tokens  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+from torch_rope.integrations.transformers import patch  # noqa: E402
 
 # A config gets those of these sizes that it knows. Scores go beyond soft caps, q, k and v beyond clip_qkv.
 MORE = dict(
@@ -37,3 +46,86 @@ def made(name, **changes):
         if "norm" in n and p.dim() == 1:
             nn.init.uniform_(p, 0.5, 1.5)
     return model
+
+
+# ---- comparing ----
+
+CACHES = {"DeepseekV4": ["dynamic"], "Dory": [], "MiniMax": []}  # those that a model takes, if not both
+NAMES = {n[:-11] for n in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if n.endswith("ForCausalLM")}
+NAMES -= {"Blt", "Fuyu", "Gemma4Assistant", "Gemma4UnifiedAssistant", "Phi4Multimodal"}  # for bytes, images, drafts
+NAMES -= {"Inkling2", "Jamba", "NemotronH"}  # whose text is not rotated
+
+
+def file_of(name):
+    return sys.modules[getattr(transformers, f"{name}ForCausalLM").__module__]
+
+
+def results(model, name, file):
+    """Returns all that attention functions get, and the logits, for a text at once and with caches beyond the window."""
+    given, own = [], vars(file).get("eager_attention_forward")
+
+    def attention(layer, *args, **kwargs):
+        given.append(tree_map_only(Tensor, torch.clone, (args, sorted(kwargs.items()))))
+        return own(layer, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as watched:
+        watched.setattr(file, "eager_attention_forward", attention, raising=False)
+        caches = [new_cache(kind, model) for kind in CACHES.get(name, ("dynamic", "static"))]
+        ways = [(None, 12), *((cache, 6, 1, 1, 1, 1, 2) for cache in caches)]
+        outputs = [logits(model, tokens(2, 12), *way) for way in ways]
+    return given, outputs, [[getattr(layer, n, None) for layer in c.layers for n in ("keys", "values")] for c in caches]
+
+
+def compared(name, **changes):
+    """Returns what str() of a fused model says, and whether it gives the same to attention functions and to caches."""
+    model, file = made(name, **changes), file_of(name)
+    with patch(model, fuse=True) as patched:
+        actual, says = results(model, name, file), str(patched)
+    expected, same = results(model, name, file), True
+    assert expected[0] or "; fused" not in says, name
+    for a, e in zip(*map(tree_leaves, (actual, expected)), strict=True):
+        near = isinstance(e, Tensor) and a.shape == e.shape and (a.numel() == 0 or difference(a, e) < 1e-4)
+        same &= bool(near or (torch.equal(a, e) if isinstance(e, Tensor) else a is e or a == e))
+    return says, same
+
+
+def check(names):
+    """Prints, for families, whether their layers are fused, and whether they compute the same."""
+    for name in names or sorted(NAMES):
+        if any("apply_rot" in n for n in vars(file_of(name))):
+            says, same = compared(name)
+            how = "differs" if not same else "fused" if "kept apart" not in says else "kept apart"
+            print(name, how, *(says.splitlines()[1:] if how != "fused" or "fell back" in says else []), sep="\n    ")
+
+
+# ---- layers one by one ----
+
+
+def calls_of_layers(model, *ways):
+    """Returns the attention layers that a model calls, with their arguments, for texts in parts: (cache, *lengths)."""
+    found, hooks = [], []
+    for module in model.modules():
+        if "Attention" in type(module).__name__ or "MLA" in type(module).__name__:
+            hook = functools.partial(lambda m, args, kwargs: found.append((m, *copy.deepcopy((args, kwargs)))))
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    for way in ways:
+        logits(model, tokens(2, sum(way[1:])), *way)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def qk_of(calls, file):
+    """Returns the q and k that layers give to the attention function."""
+    given, own = [], file.eager_attention_forward
+
+    def attention(layer, q, k, *args, **kwargs):
+        given.append((q.clone(), k.clone()))
+        return own(layer, q, k, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as watched, torch.no_grad():
+        watched.setattr(file, "eager_attention_forward", attention)
+        for module, args, kwargs in calls:
+            args, kwargs = copy.deepcopy((args, kwargs))
+            module(*args, **kwargs)
+    return given

@@ -3,16 +3,7 @@
 tests/known/processors.py prints the entries of the release that is installed.
 """
 
-from typing import NamedTuple
-
-
-class Norm(NamedTuple):
-    """How an RMS norm computes."""
-
-    eps: str  # its attribute
-    offset: float = 0.0  # what is added to the weight
-    rounds: bool = False  # whether the normalised x is rounded to the dtype of x before the weight multiplies it
-
+from .._fuse import Norm
 
 # By the text of forward.
 NORMS = {

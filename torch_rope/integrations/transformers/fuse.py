@@ -1,126 +1,263 @@
-"""A fused forward for the attention layers of transformers that look like Llama's.
+"""Fused forwards for the attention layers of transformers whose text is known.
 
-The forward normalises and rotates q and k by one operator, which also writes into a StaticCache. A layer gets it if each
-word in the code of its own forward is known, and if both forwards do the same in a trial: they give the same arguments to
-the attention function and to the cache, and have the same results. The trial has small random projections in the place of
-the layer's own, so it needs no weights.
+They normalise and rotate q and k by one operator, which also writes into a StaticCache. All else they compute in the words of
+the own forward, which computes itself where the operators cannot.
 """
 
-import copy
-import inspect
-from collections.abc import Callable, Collection
-from itertools import product
-from types import FunctionType, SimpleNamespace
-from typing import Any
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from torch import Tensor, nn
+from torch._C import _is_any_autocast_enabled
+from torch.compiler import is_compiling
+from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-from ..._modes import undisturbed
 from ..._ops import ops
-from .._conventions import Sample
-from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, said, small_linear, unknown, untried
-from .._names import copy_of
+from .._bits import Operands, is_traced
+from .._fuse import Known, are_plain, known_norms, weight_of
 from .._patch import Fuse
 from .._rotary import Rotary
+from .._text import NoText, plain, text_of
+from .known_layers import FORWARDS, NORMS, Layer
 
-PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
-SWITCHES = "use_qk_norm", "use_rope"  # the attributes that decide what a layer does
-# What the forwards of layers that are fused say, besides the name of the rotary function.
-_WORDS = """
-    self.q_proj self.k_proj self.v_proj self.o_proj self.q_norm self.k_norm self.config self.head_dim self.layer_idx
-    self.scaling self.attention_dropout self.sliding_window self.training self.use_qk_norm self.use_rope
-    .shape .view .transpose .reshape .contiguous .update .get_interface ._attn_implementation
-    ALL_ATTENTION_FUNCTIONS eager_attention_forward getattr 'dropout' 'scaling' 'sliding_window' 'kwargs' -1 0.0 1 2
-"""
-WORDS = {*_WORDS.split(), "[None:-1]", "None", "is None", "if None", "if is None"}
-WORDS |= {f"if self.{name}" for name in ("training", *SWITCHES)}
-OF_OTHERS = {word.strip(".'") for word in WORDS if word[0] in ".'"} - {"scaling", "sliding_window"}
-ARGUMENTS = "self", "hidden_states", "position_embeddings", "attention_mask"
-NAMES_OF_CACHE = "", "cache", "past_key_values"  # the argument for the cache, if there is one
-CACHES = type(None), DynamicCache, StaticCache
+ALWAYS = "hidden_states", "position_embeddings", "attention_mask"  # the arguments of all forwards
+ROLES = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"  # what a forward calls, whatever its text is
 UPDATES = StaticCache.update, StaticLayer.update, StaticSlidingWindowLayer.update  # others may replace them
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """Returns the projections and the norms of an attention layer."""
-    return [part for name in (*PROJECTIONS, *NORMS) if (part := module._modules.get(name)) is not None]
+class Call(NamedTuple):
+    """The arguments of a forward that is fused."""
+
+    x: Tensor  # [batch, seq, hidden]
+    cache: Any
+    mask: Tensor | None
+    named: dict  # other arguments that the own forward names
+    more: dict  # its other keywords
+    rotation: tuple[Operands, Callable, Callable]  # see Rotary.operands
 
 
-def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
-    """Returns what decides what a layer does, whose own forward says these words: types, switches, and the window that it
-    reads, which it may tell the attention function or branch on."""
-    own, told = "self.sliding_window" in words, "'sliding_window'" in words
-    holder = module if own else getattr(module, "config", None)
-    window = getattr(holder, "sliding_window", None) if own or told else None
-    return *map(type, _parts(module)), *map(vars(module).get, SWITCHES), window
+class Fused:
+    """What the fused forwards of layers with one text have in common."""
 
+    def __init__(self, record: Layer, module: Any, own: Callable, rotary: Rotary, norms: Known | None, eager: bool):
+        self.record, self.rotary, self.norms, self.eager = record, rotary, norms, eager
+        self.dim: int = module.qk_rope_head_dim if record.form == "latent" else module.head_dim
+        self.names, self.globals = record.arguments.split(), plain(own).__globals__
+        self.cache = "cache" if "cache" in self.names else "past_key_values"
+        self.others = {*self.names} - {*ALWAYS, self.cache}
+        self.norms_of_qk, self.parts = record.norms.split(), (*record.norms.split(), *record.norm_of_v.split())
+        words = record.rotated, record.normed, record.factor, record.reads, record.stores
+        self.rotated, self.normed, self.factor, self.reads, self.stores = map(self.meaning, words)
+        self.tells, self.update = (self.meaning(f"dict({words})") for words in (record.tells, record.update))
+        self.out: Callable = eval(f"lambda self, out, gate: {record.out}", self.globals)
+        self.calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the own forward, by layer, by layer
+        self._seen: dict[int, tuple] = {}  # rotations, by the identity of their first table
 
-def _name_of_cache(function: Callable) -> str:
-    """Returns the name of the argument after those of ARGUMENTS, or of all that follow, or an empty text."""
-    return ", ".join(function.__code__.co_varnames[len(ARGUMENTS) : function.__code__.co_argcount])
+    def meaning(self, words: str) -> Callable:
+        """Returns a function of what said gives it: what words mean for a layer in a call."""
+        return eval(f"lambda self, hidden_states, {self.cache}, kwargs, position_ids=None, **_: {words}", self.globals)
 
+    def said(self, meaning: Callable, layer: Any, c: Call) -> Any:
+        return meaning(layer, c.x, c.cache, c.more, **c.named)
 
-def _forward_of(own: Callable, like: FunctionType, state: tuple, rotary: Rotary, norm: Norm | None, caches) -> Callable:
-    """Returns the fused forward of layers with a state and a forward like this, for caches of these types.
+    # ---- whether a call is fused ----
 
-    In every other case, own computes.
-    """
-    words, names, name_of_cache = frozenset(said(like)), like.__globals__, _name_of_cache(like)
-    ignored, other_names = [None] * (rotary.convention.others - 3), {*NAMES_OF_CACHE} - {name_of_cache}
-    window = {"sliding_window": state[-1]} if "'sliding_window'" in words else {}
+    def call(self, layer: Any, args: tuple, kwargs: dict) -> Call | None:
+        """Returns the arguments of a call that the operators can compute, or None."""
+        more = {**kwargs, **dict(zip(self.names, args, strict=False))}
+        x, tables = more.pop("hidden_states", None), more.pop("position_embeddings", None)
+        rotation = None if "past_key_values" in more and self.cache == "cache" else self.look(layer, x, tables)
+        if rotation is None:
+            return None
+        mask, cache = more.pop("attention_mask", None), more.pop(self.cache, None)
+        return Call(x, cache, mask, {name: more.pop(name, None) for name in self.others}, more, rotation)
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, *args, **kwargs):
-        x, more, found, written = hidden_states, dict(kwargs), None, None
-        cache = args[0] if args else more.pop(name_of_cache, None)
-        if (
-            position_embeddings is not None
-            and len(args) <= bool(name_of_cache)
-            and type(cache) in caches
-            and other_names.isdisjoint(more)
-            and _state_of(self, words) == state
-            and are_plain(_parts(self))
-            and (norm is None or norm.are(self.q_norm, self.k_norm))
-            and not (x.is_meta or torch.is_autocast_enabled(x.device.type))
-        ):
-            one_head = x[:, None, :, :1].expand(-1, -1, -1, self.head_dim)
-            found = rotary.operands([one_head], (*position_embeddings, *ignored, 1))
-        if tried := found is not None and found[0].fits(x, True):
-            # q: [batch, seq, heads, head_dim]; k and v have kv_heads
-            q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS)
-        if not tried or not q.dtype == k.dtype == x.dtype:
-            return own(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
-        tables, flags, weights = (found[0].cos, found[0].sin), found[0].flags, ()
-        if norm:
-            weights = norm.weight_of(self.q_norm, q), norm.weight_of(self.k_norm, k)
-            flags = flags | {"norm_eps": getattr(self.q_norm, norm.eps), "norm_weight_offset": norm.offset}
+    def look(self, layer: Any, x: Any, tables: Any) -> tuple | None:
+        """Returns how the operators rotate q and k, or None if they cannot compute what the layer does."""
+        if x is None or tables is None or (_is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)):
+            return None
+        if self.norms is not None:
+            modules = layer._modules
+            if not self.norms.are([modules[name] for name in self.parts if name in modules], x, self.eager):
+                return None
+        # The layers of a model have the same tables.
+        first, last = (tables, tables) if isinstance(tables, Tensor) else tables
+        if not is_compiling() and (seen := self._seen.get(id(first))) is not None:
+            first_seen, last_seen, dtype, version, rotation = seen
+            same = first_seen() is first and last_seen() is last and dtype is x.dtype
+            if same and (version is None or version == _version(first, last)):
+                return rotation
+        rotation = self._rotation(x, (first,) if first is last else (first, last))
+        if rotation is not None and not (is_compiling() or is_traced() or first.requires_grad or last.requires_grad):
+            # Views of tables follow their changes. Converted tables do not.
+            views, key = first.is_complex() or rotation[0].cos.dtype == first.dtype, id(first)
+            version = None if views else _version(first, last)
+            if views or version is not None:
+                refs = (weakref.ref(t, lambda _: self._seen.pop(key, None)) for t in (first, last))
+                self._seen[key] = *refs, x.dtype, version, rotation
+        return rotation
+
+    def _rotation(self, x: Tensor, tables: tuple) -> tuple | None:
+        heads_first, others = self.record.heads_first, self.rotary.convention.others
+        two_heads = x[:, None, :, :1].expand(-1, 2, -1, self.dim)  # several heads tell which dimension is theirs
+        two_heads = two_heads if heads_first else two_heads.transpose(1, 2)
+        more = [*[None] * (others - 3), 1] if others > 2 else []  # the dimension of heads in q
+        rotation = None if x.is_meta else self.rotary.operands([two_heads], (*tables, *more))
+        if rotation is None or not (o := rotation[0]).fits(x, heads_first) or "inverse" in o.flags:
+            return None
+        return rotation if self.eager == o.flags.get("eager_rounding", False) and o.rounding.x == x.dtype else None
+
+    # ---- what the forms have in common ----
+
+    def rotate(self, layer: Any, c: Call, q: Tensor, k: Tensor, v: Tensor | None, projection: Any) -> tuple | None:
+        """Returns q [batch, heads, seq, head_dim], normalised and rotated, and k and v as the cache returns them.
+
+        The arguments are [batch, seq, heads, head_dim]. v is None for a layer that reads k and v of another layer.
+        projection: the module whose result q is a part of. Returns None if the dtypes differ.
+        """
+        if not q.dtype == k.dtype == c.x.dtype:
+            return None
+        o, cache, latent, modules = c.rotation[0], c.cache, self.record.form == "latent", layer._modules
+        rotated, normed, factor = (self.said(words, layer, c) for words in (self.rotated, self.normed, self.factor))
+        tables = (o.cos, o.sin) if rotated else (o.cos[..., :0], o.sin[..., :0])
+        flags = o.flags if factor is None else o.flags | {"q_factor": factor.float().reshape(-1, q.shape[1])}
+        norms = [modules[name] for name in self.norms_of_qk if normed and name in modules]
+        norms = norms if v is not None else norms[:1] * 2  # a layer without k may have no norm of k
+        weights = [weight_of(m, t) for m, t in zip(norms, (q, k), strict=False)]
+        norms_of_v = [modules[name] for name in self.record.norm_of_v.split() if v is not None]
+        of_norms = self.norms.flags([*norms, *norms_of_v][0], self.eager) if self.norms and norms + norms_of_v else {}
         # An exported program may run with gradients, with which the operator does not write.
-        if type(cache) is StaticCache and not (torch.is_grad_enabled() or torch.compiler._is_exporting_flag):
+        writes = type(cache) is StaticCache and not (torch.is_grad_enabled() or torch.compiler._is_exporting_flag)
+        if writes and v is not None:
             # The result of a projection may be held elsewhere, unless the projection is PyTorch's own.
-            q_out = q if type(self.q_proj) is nn.Linear else torch.empty_like(q)
-            written = _write(cache, self.layer_idx, q, k, v, tables, weights, q_out=q_out, **flags)
-        if written is not None:
-            q, k, v = q_out.transpose(1, 2), written.keys, written.values
-        else:
-            operator = ops.norm_rotate_qk.default if norm else ops.rotate_qk.default
-            q, k, v = (t.transpose(1, 2) for t in (*operator(q, k, *weights, *tables, **flags), v))
-            if cache is not None:
-                k, v = cache.update(k, v, self.layer_idx, **({"kwargs": more} if "'kwargs'" in words else {}))
-        functions, eager = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
-        attend = functions.get_interface(self.config._attn_implementation, eager)
-        dropout = self.attention_dropout if self.training else 0.0
-        out, scores = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **window, **more)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous()), scores
+            q_out = q if type(projection) is nn.Linear and are_plain([projection]) else torch.empty_like(q)
+            how = {**flags, **of_norms, "q_out": q_out}
+            if norms_of_v:
+                how |= {"norm_v": True, "v_norm_weight": norms_of_v[0]._parameters.get("weight")}
+            held = _write(cache, layer.layer_idx, q, k, v, tables, weights, latent, how)
+            if held is not None:
+                return q_out.transpose(1, 2), *held
+        if norms:
+            q, k = ops.norm_rotate_qk.default(q, k, *weights, *tables, **flags, **of_norms)
+        elif rotated or factor is not None:
+            q, k = ops.rotate_qk.default(q, k, *tables, **flags)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if v is None:
+            return q, k, v
+        v = (norms_of_v[0](v) if norms_of_v else v).transpose(1, 2)
+        held = (v, k) if latent else (k, v)
+        return q, *(held if cache is None else cache.update(*held, layer.layer_idx, **self.said(self.update, layer, c)))
 
-    vars(forward)["_torch_rope"] = (rotary,)
-    return forward
+    def finished(self, layer: Any, c: Call, qkv: tuple | None, gate: Tensor | None = None) -> tuple | None:
+        """Returns what the forward returns for q, k and v [batch, heads, seq, head_dim], or None if there are none."""
+        if qkv is None:
+            return None
+        functions, eager = self.globals["ALL_ATTENTION_FUNCTIONS"], self.globals["eager_attention_forward"]
+        attention = functions.get_interface(layer.config._attn_implementation, eager)
+        told = self.said(self.tells, layer, c)
+        out, scores = attention(layer, *qkv, c.mask, **told, **c.more)
+        return self.out(layer, out.reshape(*c.x.shape[:-1], -1).contiguous(), gate), scores
 
 
-def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tuple, **how: Any) -> StaticLayer | None:
-    """Writes rotated q to q_out, and k and v into the next cells of a layer of a cache. Returns that layer.
+def _version(*tables: Tensor) -> int | None:
+    """Returns a number that changes when tables change, or None if nothing tells that."""
+    return None if any(t.is_inference() for t in tables) else sum(t._version for t in tables)
 
-    Returns None, and writes nothing, if the layer's own update must write.
+
+# ---- forms of attention ----
+
+
+def _separate(f: Fused, self: Any, c: Call) -> tuple | None:
+    """Llama, and most others."""
+    shape = *c.x.shape[:-1], -1, self.head_dim
+    q = self.q_proj(c.x).view(shape)  # [batch, seq, heads, head_dim]
+    k, v = self.k_proj(c.x).view(shape), self.v_proj(c.x).view(shape)  # [batch, seq, kv_heads, head_dim]
+    return f.finished(self, c, f.rotate(self, c, q, k, v, self.q_proj))
+
+
+def _gated(f: Fused, self: Any, c: Call) -> tuple | None:
+    """Qwen3-Next and Qwen3.5: each head of q is followed by its gate."""
+    shape = *c.x.shape[:-1], -1, self.head_dim
+    q, gate = self.q_proj(c.x).view(*c.x.shape[:-1], -1, 2 * self.head_dim).chunk(2, -1)
+    k, v = self.k_proj(c.x).view(shape), self.v_proj(c.x).view(shape)
+    return f.finished(self, c, f.rotate(self, c, q, k, v, self.q_proj), gate.flatten(-2))
+
+
+def _packed(f: Fused, self: Any, c: Call) -> tuple | None:
+    """Phi-3: one projection for the heads of q, of k, and of v."""
+    heads, kv_heads = self.config.num_attention_heads, self.num_key_value_heads
+    qkv = self.qkv_proj(c.x).view(*c.x.shape[:-1], -1, self.head_dim)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], -2)
+    return f.finished(self, c, f.rotate(self, c, q, k, v, self.qkv_proj))
+
+
+def _in_thirds(f: Fused, self: Any, c: Call) -> tuple | None:
+    """ModernBERT: one projection for q, k and v, which have the same number of heads."""
+    q, k, v = self.Wqkv(c.x).view(*c.x.shape[:-1], 3, -1, self.head_dim).unbind(-3)
+    return f.finished(self, c, f.rotate(self, c, q, k, v, self.Wqkv))
+
+
+def _latent(f: Fused, self: Any, c: Call) -> tuple | None:
+    """DeepSeek: the last channels of q rotate, and k is one head for all. v is the latent, which the cache has as its keys."""
+    q = self.q_proj(c.x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(c.x)))
+    q = q.view(*c.x.shape[:-1], -1, self.qk_head_dim).transpose(1, 2)  # [batch, heads, seq, qk_head_dim]
+    q_pass, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+    latent, k_rot = self.kv_a_proj_with_mqa(c.x)[:, None].split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+    _, to_operator, _ = c.rotation  # some read interleaved pairs, and write the first channels of all pairs first
+    if (qkv := f.rotate(self, c, to_operator(q_rot), to_operator(k_rot), latent.transpose(1, 2), None)) is None:
+        return None
+    q_rot, latent, k_rot = qkv
+    if (factor := f.said(f.factor, self, c)) is not None:
+        q_pass = q_pass * factor
+    return f.finished(self, c, (torch.cat([q_pass, q_rot], -1), *self.expand_kv(latent, k_rot)))
+
+
+def _shared(f: Fused, self: Any, c: Call) -> tuple | None:
+    """Gemma 4 and Gemma 3n: some layers have no k, and read k and v of an earlier layer."""
+    shape = *c.x.shape[:-1], -1, self.head_dim
+    q, shared = self.q_proj(c.x).view(shape), c.named["shared_kv_states"]
+    if self.is_kv_shared_layer:
+        qkv = f.rotate(self, c, q, q[:, :, :0], None, None)
+        qkv = qkv and (qkv[0], *(t.to(q.device) for t in shared[f.said(f.reads, self, c)]))
+    else:
+        k = self.k_proj(c.x).view(shape)
+        v = k if self.v_proj is None else self.v_proj(c.x).view(shape)
+        qkv = f.rotate(self, c, q, k, v, self.q_proj)
+    if qkv is not None and self.store_full_length_kv:
+        shared[f.said(f.stores, self, c)] = qkv[1:]
+    return f.finished(self, c, qkv)
+
+
+FORMS = {
+    "separate": _separate,
+    "gated": _gated,
+    "packed": _packed,
+    "thirds": _in_thirds,
+    "latent": _latent,
+    "shared": _shared,
+}
+
+
+# ---- the write into a cache ----
+
+
+def _write(
+    cache: StaticCache,
+    index: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple,
+    weights: list,
+    v_first: bool,
+    how: dict,
+) -> tuple[Tensor, Tensor] | None:
+    """Writes rotated q to q_out, and k and v into the next cells of a layer of a cache. Returns the layer's keys and values.
+
+    Returns None, and writes nothing, if the layer's own update must write. v_first: whether v are the keys.
     """
     layer, seq, positions, offset = cache.layers[index], k.shape[1], None, 0
     slides = type(layer) is StaticSlidingWindowLayer
@@ -132,7 +269,7 @@ def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tupl
     if moves and seq > 1:
         return None
     if not layer.is_initialized:
-        layer.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))
+        layer.lazy_initialization(*(t.transpose(1, 2) for t in ((v, k) if v_first else (k, v))))
     if layer.keys.shape[0] != k.shape[0] or not layer.keys.dtype == k.dtype == v.dtype:
         return None
     if moves:  # the token takes the last cell
@@ -143,103 +280,64 @@ def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tupl
         positions = layer.cumulative_length.view(1)
     else:
         positions = torch.arange(seq, device=k.device) + layer.cumulative_length
-    caches = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
+    caches = [t.transpose(1, 2) for t in (layer.keys, layer.values)]
     rows = (t[None] if t.dim() == 2 else t for t in tables)  # [batch or 1, seq, pairs], a row for each token
-    ops.rotate_into_cache_.default(q, k, v, *caches, *rows, None, positions, offset, None, *weights, **how)
+    k_cache, v_cache = caches[::-1] if v_first else caches
+    ops.rotate_into_cache_.default(q, k, v, k_cache, v_cache, *rows, None, positions, offset, None, *weights, **how)
     if not moves:
         layer.cumulative_length.add_(seq)
     if slides:
         layer.cumulative_length_int += seq
-    return layer
+    return layer.keys, layer.values
 
 
 # ---- which layers are fused ----
 
 
-def fuser() -> Fuse:
-    """Returns a function that finds the forwards of one model. Layers that differ in weights only have one trial."""
-    known: dict[tuple, tuple[Callable, str]] = {}
+def fuser(rounding: str = "eager") -> Fuse:
+    """Returns a function that finds the forwards of one model. Layers that differ in weights only have the same forward."""
+    made: dict[tuple, tuple[Callable, str]] = {}
 
     def fuse(module: nn.Module, owner: Any, name: str, function: Any, new: FunctionType) -> tuple[Callable, str]:
         if owner is not module or name != "forward":
             return new, ""
-        # An argument that had another name before is transformers' own matter.
-        inner = inspect.unwrap(function, stop=lambda f: f.__globals__["__name__"] != "transformers.utils.deprecation")
-        parts, state = _parts(module), _state_of(module, said(inner))
-        sizes = [p.shape for norm in parts[3:] for p in norm.parameters()]
-        key = function, type(module), getattr(module, "head_dim", None), *state, *sizes, are_plain(parts)
-        if key not in known:
-            known[key] = _fused(module, inner, new, state)
-        return known[key]
+        kinds = [(n, type(m)) for n, m in module._modules.items()]
+        key = function, type(module), getattr(module, "head_dim", None), *kinds
+        if key not in made:
+            made[key] = _fused(module, function, new, rounding == "eager")
+        return made[key]
 
     return fuse
 
 
-def _fused(module: nn.Module, inner: FunctionType, new: FunctionType, state: tuple) -> tuple[Callable, str]:
+def _fused(module: nn.Module, function: Any, new: FunctionType, eager: bool) -> tuple[Callable, str]:
     """Returns the forward that a module gets, and what it fuses, or new and why nothing is fused."""
-    # Of the functions of q, k, cos, sin and the dimension of heads.
-    rotaries = [c for c in vars(new)["_torch_rope"] if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
-    arguments, cache = inner.__code__.co_varnames[: len(ARGUMENTS)], _name_of_cache(inner)
-    norms = _parts(module)[3:]
-    if len(rotaries) != 1:
-        return new, "its forward must rotate q and k by one function of q, k, cos and sin but does not"
-    if arguments != ARGUMENTS or cache not in NAMES_OF_CACHE:
-        takes = ", ".join(filter(None, [*arguments, cache]))
-        return new, f"its forward takes {takes} but must take {', '.join(ARGUMENTS)}, past_key_values"
-    if why := unknown(inner, WORDS | {rotaries[0].name}):
-        return new, f"its forward {why}"
-    if absent := [name for name in PROJECTIONS if name not in module._modules]:
-        return new, f"it must have a module {absent[0]} but has none; patch the model before that is replaced or merged"
-    if own := sorted(name for name in OF_OTHERS if hasattr(module, name)):
-        return new, f"it has an attribute {own[0]}, which its forward may mean"
-    if not are_plain(_parts(module)):
-        return new, "a projection or a norm has hooks, or a forward of its own"
-    if isinstance(norm := norm_of(norms) if norms else None, str):
-        return new, norm
-    once = rotaries[0].rounded_once()
-    if why := undisturbed(disagreement, _trial_of, module, inner, once, norm):
-        return new, why
-    note = "q_norm, k_norm and " * bool(norms) + "the rotation"
-    note += "; with the write into a StaticCache" * bool(cache)
-    return _forward_of(new, inner, state, once, norm, CACHES), note
+    rotaries = {c.name: c for c in vars(new)["_torch_rope"] if isinstance(c, Rotary)}
+    try:
+        record = FORWARDS.get(text_of(function, {*ROLES, *rotaries}, type(module)))
+    except NoText:
+        record = None
+    if record is None or not rotaries:
+        return new, "its text is not known"
+    never, name = (eval(f"lambda self: {words}")(module) for words in (record.never, record.rotary))
+    if never:
+        return new, never
+    names = [*record.norms.split(), *record.norm_of_v.split()]
+    modules = [m for name in names if (m := module._modules.get(name)) is not None]
+    norms = known_norms(modules, NORMS) if modules else None
+    if isinstance(norms, str):
+        return new, norms
+    fused, form = Fused(record, module, new, rotaries[name or [*rotaries][0]], norms, eager), FORMS[record.form]
 
+    def forward(self, *args, **kwargs):
+        call = fused.call(self, args, kwargs)
+        if call is not None and (result := form(fused, self, call)) is not None:
+            return result
+        if not is_compiling():
+            fused.calls[self] = fused.calls.get(self, 0) + 1
+        return new(self, *args, **kwargs)
 
-def _trial_of(module: Any, inner: FunctionType, rotary: Rotary, norm: Norm | None) -> tuple:
-    """Returns what disagreement needs, for a layer like a module, with small projections and numbers that show."""
-    head_dim, hidden, config, given = module.head_dim, 16, copy.copy(module.config), []
-    sample = Sample(2, 8, 1, head_dim, head_dim // 2, torch.float32, torch.float32)
-    norms: dict[str, Any] = {n: like_norm(sample, module._modules[n], norm) for n in NORMS if norm}
-    of_norms = [norms[n].weight.numel() if norm else 0 for n in NORMS]  # of one head or of all
-    q, k = (n if n > head_dim else heads * head_dim for n, heads in zip(of_norms, (4, 2), strict=True))
-    parts = {n: small_linear(sample, hidden, out) for n, out in zip(PROJECTIONS, (q, k, k), strict=True)}
-    parts |= {**norms, "o_proj": small_linear(sample, q, hidden)}
-    if getattr(config, "sliding_window", None) is not None:
-        config.sliding_window = 5  # less than eight tokens, as the other window
-    now = {"layer_idx": 2, "attention_dropout": 0.25, "scaling": 0.375, "sliding_window": 4, "config": config}
-    layer = changed(module, parts, **now)
-    _, _, cos, sin, *_ = next(rotary.convention.samples(sample))
-    x, mask = sample.numbers(2, 8, hidden), sample.numbers(2, 1, 8)
-
-    def remembered(answer):
-        return lambda *args, **kwargs: given.append((args, sorted(kwargs.items()))) or answer(*args)
-
-    def attend(layer, q, k, v, mask):
-        return (q + (k * v).mean((1, 2), keepdim=True)).transpose(1, 2).contiguous(), q
-
-    # Stands in the place of the attention functions and of a cache.
-    witness = SimpleNamespace(
-        get_interface=remembered(lambda *_: remembered(attend)),
-        update=remembered(lambda k, v, _: (torch.cat([k, k + 1], 2), torch.cat([v, v - 1], 2))),
-    )
-
-    def outcome(forward, training, batch, seq, masked, cached):
-        layer.training = training
-        given.clear()
-        of_tokens = [t[:batch, :seq] for t in (x, cos, sin)]
-        others = [mask if masked else None, *[witness] * cached]
-        return forward(layer, of_tokens[0], tuple(of_tokens[1:]), *others, another=mask), [*given]
-
-    own = copy_of(inner, inner.__code__, inner.__closure__, inner.__globals__ | {"ALL_ATTENTION_FUNCTIONS": witness})
-    fused = _forward_of(untried, own, _state_of(layer, said(own)), rotary, norm, (type(None), SimpleNamespace))
-    both, has_cache = (False, True), bool(_name_of_cache(own))
-    return outcome, own, fused, [*product(both, (1, 2), (1, 8), both, (False, has_cache))]
+    vars(forward).update(_torch_rope=vars(new)["_torch_rope"], _torch_rope_own=fused.calls)
+    note = f"{record.norms.replace(' ', ', ')} and the rotation" if record.norms and modules else "the rotation"
+    writes = f"; with {record.norm_of_v} and the write into a StaticCache".replace("with  and", "with")
+    return forward, note + writes * (fused.cache in fused.names)
