@@ -12,7 +12,7 @@ FUNCTIONS = {
         Rounds(result="x"),
         name="apply_rotary_emb",
         files="chronoedit sana_video skyreels_v2 wan wan_animate",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "beae8850f682": Known(
         "qwen_image",
@@ -24,7 +24,7 @@ FUNCTIONS = {
         but="with other bits of complex numbers if rotary_dim is not a multiple of 16",
         name="_apply_rotary_emb_nucleus",
         files="nucleusmoe_image qwenimage qwenimage21",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "adf49b234c50": Known(
         "stable_audio3",
@@ -33,7 +33,7 @@ FUNCTIONS = {
         dense=True,
         name="_apply_rotary_partial",
         files="autoencoder_same stable_audio3",
-        releases="0.42",
+        releases="0.40 0.41 0.42",
     ),
     "a5c9ec46b07d": Known(
         "z_image",
@@ -41,7 +41,7 @@ FUNCTIONS = {
         but="with other bits of complex numbers if rotary_dim is not a multiple of 16",
         name="apply_rotary_emb",
         files="controlnet_z_image z_image",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "496f39b1f338": Known(
         "prx",
@@ -56,10 +56,14 @@ FUNCTIONS = {
         Rounds(inside="float", result="x", contiguous=False),
         name="apply_rotary_emb",
         files="ltx ltx2 sana_wm_refiner",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "bae43fa986f3": Known(
-        "anima", Rounds(), name="_apply_rotary_pos_emb", files="condition_embedder_anima", releases="0.42"
+        "anima",
+        Rounds(),
+        name="_apply_rotary_pos_emb",
+        files="condition_embedder_anima",
+        releases="0.39 0.40 0.41 0.42",
     ),
     "4d59bae05b7c": Known(
         "ltx2",
@@ -67,7 +71,7 @@ FUNCTIONS = {
         but="with contiguous results, with other bits of gradients for bfloat16 with tables of float64 and float16 with tables of float64",
         name="apply_split_rotary_emb",
         files="ltx2 sana_wm_refiner",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "594c55df2263": Known(
         "mochi",
@@ -76,21 +80,28 @@ FUNCTIONS = {
         but="with other bits of gradients for bfloat16 with tables of float64 and float16 with tables of float64",
         name="apply_rotary_emb",
         files="attention_processor",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
+    ),
+    "a9e09f0f903a": Known(
+        "anyflow",
+        Rounds(inside="float64", result="x", converts="once"),
+        name="apply_rotary_emb",
+        files="anyflow anyflow_far",
+        releases="0.39 0.40 0.41 0.42",
     ),
     "402bb020122a": Known(
         "joyimage_edit",
         Rounds(inside="float", result="x"),
         name="_apply_rotary_emb_batched",
         files="joyimage_edit_plus",
-        releases="0.42",
+        releases="0.40 0.41 0.42",
     ),
     "0db8309c0ea5": Known(
         "longcat",
         Rounds(inside="float", result="x"),
         name="_apply_rotary_emb",
         files="longcat_audio_dit",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "ea2cf2630829": Known(
         "minimax_music",
@@ -99,14 +110,14 @@ FUNCTIONS = {
         dense=True,
         name="_apply_partial_rotary_emb",
         files="minimax_music3",
-        releases="0.42",
+        releases="0.40 0.41 0.42",
     ),
     "25ce21a58edd": Known(
         "hidream",
         Rounds(inside="float", result="x", converts="once"),
         name="apply_rope",
         files="hidream_image",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "cd9e77f9f72f": Known(
         "wan_animate2",
@@ -114,7 +125,7 @@ FUNCTIONS = {
         dense=True,
         name="rope_apply",
         files="wan_animate_2",
-        releases="0.42",
+        releases="0.40 0.41 0.42",
     ),
     "c37d4fb1e65c": Known(
         "ernie",
@@ -123,14 +134,14 @@ FUNCTIONS = {
         dense=True,
         name="apply_rotary_emb",
         files="ernie_image",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "369ac15ecfbc": Known(
         "allegro",
         Rounds(inside="float", result="x", contiguous=False),
         name="apply_1d_rope",
         files="embeddings",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "3e2cd96b205d": Known(
         "minimax_h3",
@@ -139,7 +150,7 @@ FUNCTIONS = {
         dense=True,
         name="_apply_rotary_emb",
         files="minimax_h3",
-        releases="0.42",
+        releases="0.40 0.41 0.42",
     ),
     "d47a6d3494ee": Known(
         "flux",
@@ -151,7 +162,7 @@ FUNCTIONS = {
         but="with other bits of complex numbers if rotary_dim is not a multiple of 16",
         name="apply_rotary_emb",
         files="embeddings",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "debc1826b8a3": Known(
         "z_image",
@@ -167,10 +178,14 @@ FUNCTIONS = {
         dense=True,
         name="apply_rotary",
         files="kandinsky",
-        releases="0.42",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "f375a517eb1c": Known(
-        "joyimage", Rounds(inside="float", result="x"), name="_apply_rotary_emb", files="joyimage", releases="0.42"
+        "joyimage",
+        Rounds(inside="float", result="x"),
+        name="_apply_rotary_emb",
+        files="joyimage",
+        releases="0.39 0.40 0.41 0.42",
     ),
     "6669f87c113d": Known(
         "sana_wm",
@@ -181,10 +196,18 @@ FUNCTIONS = {
         releases="0.42",
     ),
     "225d6b9baa76": Known(
-        "helios", Rounds(result="x"), name="apply_rotary_emb_transposed", files="helios", releases="0.42"
+        "helios",
+        Rounds(result="x"),
+        name="apply_rotary_emb_transposed",
+        files="helios",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
     "63a500c815a6": Known(
-        "prx", Rounds(inside="float32", result="x", converts="once"), name="apply_rope", files="prx", releases="0.42"
+        "prx",
+        Rounds(inside="float32", result="x", converts="once"),
+        name="apply_rope",
+        files="prx",
+        releases="0.38 0.39 0.40 0.41 0.42",
     ),
 }
 # Why torch_rope does not support these.

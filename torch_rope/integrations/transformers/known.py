@@ -121,6 +121,9 @@ FUNCTIONS = {
         files="openai_privacy_filter",
         releases="5.20 5.21 5.22 5.23 5.24",
     ),
+    "e40509786c8f": Known(
+        "mochi", Rounds(), dense=True, name="_apply_rotary_emb", files="openai_privacy_filter", releases="5.24"
+    ),
     "97ddb577f923": Known(
         "llama",
         Rounds(),
