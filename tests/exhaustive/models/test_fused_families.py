@@ -9,7 +9,7 @@ from layers import counting
 
 transformers = needed("transformers")
 
-from language_models import NAMES, calls_of_layers, compared, file_of, made, qk_of  # noqa: E402
+from language_models import CACHES, NAMES, calls_of_layers, compared, file_of, made, qk_of  # noqa: E402
 from models import GRADIENTS, LOGITS, difference, logits, new_cache, tokens, train  # noqa: E402
 
 from torch_rope.integrations.transformers import patch  # noqa: E402
@@ -50,14 +50,15 @@ def test_q_and_k_have_the_rounding_of_the_model(dtype):
         with patch(model, fuse=True) as patched:
             if "; fused" not in str(patched):
                 continue
-            ways = [(None, 12), (new_cache("dynamic", model), 9, 1), (new_cache("static", model), 9, 1, 1)]
-            calls = calls_of_layers(model, *ways[: 2 if name == "MiniMax" else 3])
+            kinds = CACHES.get(name, ("dynamic", "static"))
+            calls = calls_of_layers(model, (None, 12), *((new_cache(kind, model), 9, 1, 1) for kind in kinds))
             actual = [t for pair in qk_of(calls, file) for t in pair]
+            assert name == "GraniteMoeHybrid" or "fell back" not in str(patched)
         expected = [t for pair in qk_of(calls, file) for t in pair]
         differ = [(a != e).sum().item() for a, e in zip(actual, expected, strict=True)]
         assert sum(differ) <= 1 + 1e-4 * sum(t.numel() for t in actual), (name, sum(differ))
         for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=torch.finfo(dtype).eps, atol=1e-4)
+            torch.testing.assert_close(a, e, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", FORMS)
