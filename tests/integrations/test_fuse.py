@@ -19,7 +19,7 @@ transformers = needed("transformers")
 from models import GRADIENTS, LOGITS, difference, logits, make, new_cache, tokens, train  # noqa: E402
 from transformers.models.qwen3 import modeling_qwen3  # noqa: E402
 
-from torch_rope.integrations transformers import patch  # noqa: E402
+from torch_rope.integrations.transformers import patch  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
 at_night = pytest.mark.exhaustive
