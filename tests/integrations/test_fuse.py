@@ -16,7 +16,7 @@ from torch.export import Dim
 
 transformers = needed("transformers")
 
-from models import GRADIENTS, LOGITS, difference, logits, make, new_cache, tokens, train  # noqa: E402
+from models import GRADIENTS, LOGITS, MLA, MOE, difference, logits, make, new_cache, tokens, train  # noqa: E402
 from transformers.models.qwen3 import modeling_qwen3  # noqa: E402
 
 from torch_rope.integrations.transformers import patch  # noqa: E402
@@ -43,8 +43,11 @@ def pair(model_type, layers=2):
 
 # ---- what is fused ----
 
-# Each of these has other norms or caches: none, per head, 1 + weight and windows, over all heads.
-MODELS = {"llama": {}, "qwen3": {}, "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2}, "olmo2": {}}
+# Each of these has other norms or caches: none, per head, 1 + weight and windows, over all heads, of the latent.
+MODELS = {
+    "llama": {}, "qwen3": {}, "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2}, "olmo2": {},
+    "deepseek_v3": MOE | MLA,
+}  # fmt: skip
 PLAIN, NORMED = "rope::rotate_qk", "rope::norm_rotate_qk"
 
 
@@ -97,7 +100,7 @@ def test_a_decode_step_has_one_operator_and_the_counter_of_the_cache(model_type)
 def test_a_fused_model_decodes_as_the_unpatched_one(model_type, kind):
     """A prompt, single tokens, and several tokens that follow, until the window is full and after."""
     stock, fused = pair(model_type)
-    norms = "" if model_type == "llama" else "q_norm, k_norm and "
+    norms = "" if model_type in ("llama", "deepseek_v3") else "q_norm, k_norm and "
     assert f"; fused: {norms}the rotation" in fused.patched and "kept apart" not in fused.patched
     caches = [new_cache(kind, model) for model in (stock, fused)]
     expected, actual = (
@@ -129,9 +132,10 @@ def test_a_fused_model_trains_as_the_unpatched_one(model_type):
 
 
 @pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
-def test_a_cache_may_be_reset_and_used_by_an_unpatched_model(inference):
+@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+def test_a_cache_may_be_reset_and_used_by_an_unpatched_model(model_type, inference):
     """transformers zeroes the number of tokens in place, which the slots must follow."""
-    stock, fused = pair("qwen3")
+    stock, fused = pair(model_type)
     text = tokens(2, 9)
     for kind, batch in (("static", 2), ("static", 1), ("dynamic", 2)):
         cache = new_cache(kind, fused)
