@@ -38,7 +38,7 @@ def test_fused_models_compute_the_same_and_the_page_counts_them():
         assert same, name
     fused = {name for name in says if "kept apart" not in says[name]}
     page = " ".join((ROOT / "docs" / "integrations" / "transformers.md").read_text().split())
-    listed = re.search(rf"{len(fused)} of {len(says)} causal .*? are fused, among them (.*?)\.", page)
+    listed = re.search(rf"{len(fused)} of {len(says)} causal .*? are fused, among them (.*?)\. ", page)
     assert {re.sub(r"\W", "", name).lower() for name in re.split(", | and ", listed[1])} <= fused
 
 
