@@ -16,10 +16,9 @@ from torch.export import Dim
 
 transformers = needed("transformers")
 
-from models import GRADIENTS, LOGITS, difference, logits, make, new_cache, tokens, train  # noqa: E402
+from models import GRADIENTS, LOGITS, MLA, MOE, difference, logits, make, new_cache, tokens, train  # noqa: E402
 from transformers.models.qwen3 import modeling_qwen3  # noqa: E402
 
-from torch_rope.integrations import _patch  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
@@ -44,8 +43,11 @@ def pair(model_type, layers=2):
 
 # ---- what is fused ----
 
-# Each of these has other norms or caches: none, per head, 1 + weight and windows, over all heads.
-MODELS = {"llama": {}, "qwen3": {}, "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2}, "olmo2": {}}
+# Each of these has other norms or caches: none, per head, 1 + weight and windows, over all heads, of the latent.
+MODELS = {
+    "llama": {}, "qwen3": {}, "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2}, "olmo2": {},
+    "deepseek_v3": MOE | MLA,
+}  # fmt: skip
 PLAIN, NORMED = "rope::rotate_qk", "rope::norm_rotate_qk"
 
 
@@ -98,7 +100,7 @@ def test_a_decode_step_has_one_operator_and_the_counter_of_the_cache(model_type)
 def test_a_fused_model_decodes_as_the_unpatched_one(model_type, kind):
     """A prompt, single tokens, and several tokens that follow, until the window is full and after."""
     stock, fused = pair(model_type)
-    norms = "" if model_type == "llama" else "q_norm, k_norm and "
+    norms = "" if model_type in ("llama", "deepseek_v3") else "q_norm, k_norm and "
     assert f"; fused: {norms}the rotation" in fused.patched and "kept apart" not in fused.patched
     caches = [new_cache(kind, model) for model in (stock, fused)]
     expected, actual = (
@@ -130,9 +132,10 @@ def test_a_fused_model_trains_as_the_unpatched_one(model_type):
 
 
 @pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
-def test_a_cache_may_be_reset_and_used_by_an_unpatched_model(inference):
+@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+def test_a_cache_may_be_reset_and_used_by_an_unpatched_model(model_type, inference):
     """transformers zeroes the number of tokens in place, which the slots must follow."""
-    stock, fused = pair("qwen3")
+    stock, fused = pair(model_type)
     text = tokens(2, 9)
     for kind, batch in (("static", 2), ("static", 1), ("dynamic", 2)):
         cache = new_cache(kind, fused)
@@ -179,70 +182,50 @@ def test_a_patched_model_has_one_program_for_all_lengths(exact_angles):
     assert graphs == [1, 1]
 
 
-def test_roundings_are_tried_when_a_layer_first_needs_them(monkeypatch):
-    """Here in a forward that is compiled, and has the bits of the unpatched model, because autocast is not fused."""
-    monkeypatch.setattr(_patch, "_found", {})
-    stock, model, graphs = make("qwen3"), make("qwen3"), []
-    assert "; fused: " in str(patch(model, fuse=True))
-    [rotary] = _patch._found.values()
-    assert not rotary._roundings
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=counting(graphs))
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert torch.equal(compiled(tokens()).logits, stock(tokens()).logits) and rotary._roundings and graphs == [2]
-
-
 # ---- which layers are kept apart ----
 
 
-ROTATED, DIFFERS = "    cos, sin = position_embeddings\n", "the results would differ"
-ARGUMENTS = "self, hidden_states, position_embeddings, attention_mask"
-V = "self.v_proj(hidden_states).view(hidden_shape)"
-# What is added to the forward, and what it uses then.
-ADDED = {
-    "a clamp": ("key_states = key_states.clamp(-8, 8)", "clamp"),
-    "a slice": ("key_states = key_states[:, :, -512:]", "[None:None]"),
-    "the length": ("sin = cos if input_shape > (1, 2) else sin", "COMPARE_OP"),
-    "the layer": ("sin = cos if self.layer_idx else sin", "if self.layer_idx"),
-    "a store": ("self.config = key_states", "STORE_ATTR"),
-    "a method": ("key_states = self.view(key_states)", "view"),
-}
-# What stands in the place of a part of the forward, and why the layer is kept apart then.
-CHANGES = {
-    **{name: (ROTATED, f"{ROTATED}    {line}\n", f"its forward uses {word}") for name, (line, word) in ADDED.items()},
-    "nothing": ("", "", ""),
-    "a factor": ("pos_emb(query_states, ", "pos_emb(query_states * 2, ", "its forward uses *"),
-    "a default": ("**kwargs:", "*, cap=abs, **kwargs:", "its forward has arguments of its own"),
-    "other arguments": (
-        "cache: Cache | None = None,",
-        "cache=None, more=None,",
-        f"its forward takes {ARGUMENTS}, cache, more but must take {ARGUMENTS}, past_key_values",
-    ),
-    "other cells": ("cache.update(key_states, value_states,", "cache.update(value_states, key_states,", DIFFERS),
-    "another window": ("sliding_window=self.sliding_window,", "sliding_window=self.layer_idx,", DIFFERS),
-    "more dropout": ("0.0 if not self.training else self.attention_dropout", "self.attention_dropout", DIFFERS),
-    "no mask": ("    attention_mask,\n        d", "    None,\n        d", DIFFERS),
-    "a norm of v": (V, f"self.k_norm({V})", DIFFERS),
-    "no arguments of the cache": (", kwargs=kwargs)", ")", ""),  # as in transformers 5.20
-    "no window": ("sliding_window=self.sliding_window,", "", ""),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_forward_that_says_something_else_is_not_fused(name):
-    old, new, why = CHANGES[name]
-    text = textwrap.dedent(inspect.getsource(inspect.unwrap(modeling_qwen3.Qwen3Attention.forward)))
+def edited(text, old, new, path):
+    """Returns what a forward is after an edit of its text, compiled from a file, which has a source."""
     assert old in text
+    path.write_text(text.replace(old, new))
     namespace = vars(modeling_qwen3) | {}
-    exec(compile(text.replace(old, new), "changed", "exec"), namespace)
-    stock = make("qwen3", num_hidden_layers=1)
-    stock.model.layers[0].self_attn.__class__ = type(
-        "Changed", (modeling_qwen3.Qwen3Attention,), {"forward": namespace["forward"]}
-    )
-    model = copy.deepcopy(stock)
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    return namespace["forward"]
+
+
+# What stands in the place of a part of the forward. Without these two, the text is a known one of transformers 5.20.
+EDITS = {
+    "nothing": ("", ""),
+    "a comment": ("    cos, sin =", "    # angles\n    cos, sin ="),
+    "a clamp": ("    cos, sin =", "    key_states = key_states.clamp(-8, 8)\n    cos, sin ="),
+    "a factor": ("pos_emb(query_states, ", "pos_emb(query_states * 2, "),
+    "a default": ("**kwargs:", "*, cap=abs, **kwargs:"),
+    "other cells": ("cache.update(key_states, value_states,", "cache.update(value_states, key_states,"),
+    "more dropout": ("0.0 if not self.training else self.attention_dropout", "self.attention_dropout"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_layer_with_another_text_is_kept_apart(name, tmp_path):
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(modeling_qwen3.Qwen3Attention.forward)))
+    model = make("qwen3", num_hidden_layers=1)
+    layer, forward = model.model.layers[0].self_attn, edited(text, *EDITS[name], tmp_path / "edited.py")
+    layer.__class__ = type("Edited", (modeling_qwen3.Qwen3Attention,), {"forward": forward})
     says = str(patch(model, fuse=True))
-    assert says.endswith(f"; kept apart, because {why}" if why else "the rotation; with the write into a StaticCache")
-    assert ("fused: " in says) == (not why)
+    if name in ("nothing", "a comment"):
+        assert says.endswith("; fused: q_norm, k_norm and the rotation; with the write into a StaticCache")
+    else:
+        assert says.endswith("; kept apart, because its text is not known")
+
+
+def test_other_norms_and_norms_after_the_rotation_are_kept_apart():
+    model = make("qwen3", num_hidden_layers=1)
+    model.model.layers[0].self_attn.q_norm = nn.LayerNorm(16)
+    says = "its norms are LayerNorm and Qwen3RMSNorm but must be RMS norms of one known class"
+    assert str(patch(model, fuse=True)).endswith(f"; kept apart, because {says}")
+    says = "its norms follow the rotation"
+    assert str(patch(make("hunyuan_v1_dense"), fuse=True)).endswith(f"; kept apart, because {says}")
 
 
 # ---- what changes after patch ----
@@ -291,16 +274,42 @@ def test_what_changes_after_patch_is_followed(change):
         assert difference(results[1], results[0]) < LOGITS
 
 
-def test_a_layer_without_weights_is_fused_and_one_whose_norm_is_sharded_says_what_to_do():
-    with torch.device("meta"):
-        model = make("qwen3", num_hidden_layers=1)
-    assert "; fused: " in str(patch(model, fuse=True))
-    model = make("qwen3")
-    model.model.layers[0].self_attn.q_norm.weight = nn.Parameter(torch.ones(3))
-    del model.model.layers[1].self_attn.k_proj
-    says = str(patch(model, fuse=True)).splitlines()
-    assert re.search("it could not be tried .*patch the model before that", says[1])
-    assert re.search("it must have a module k_proj but has none; patch the model before that", says[2])
+@pytest.mark.parametrize("own", ["autocast", "a hook of a norm"])
+def test_calls_that_are_not_fused_are_counted(own):
+    patched = patch(model := make("qwen3"), fuse=True)
+    if own == "a hook of a norm":
+        model.model.layers[1].self_attn.k_norm.register_forward_hook(lambda module, args, out: out)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=own == "autocast"):
+        for _ in range(3):
+            model(tokens())
+    layers = "2" if own == "autocast" else "1"
+    assert re.search(f"forward of {layers} Qwen3Attention.*; fell back to its own forward in 3 calls", str(patched))
+
+
+def test_a_norm_class_whose_forward_is_replaced_is_followed(monkeypatch):
+    stock, model = pair("qwen3")
+    norm = modeling_qwen3.Qwen3RMSNorm
+    with torch.no_grad():
+        before = model(tokens()).logits
+        monkeypatch.setattr(norm, "forward", lambda self, x, own=norm.forward: own(self, x) / 2)
+        assert (
+            difference(model(tokens()).logits, stock(tokens()).logits)
+            < LOGITS
+            < difference(before, stock(tokens()).logits)
+        )
+
+
+def test_a_copy_of_a_layer_uses_its_own_weights():
+    results, given = [], {}
+    for m in pair("qwen3"):
+        layer = copy.copy(original := m.model.layers[1].self_attn)
+        layer._modules = {**layer._modules, "q_proj": nn.Linear(64, 64, bias=False)}
+        nn.init.ones_(layer.q_proj.weight)
+        original.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
+        with torch.no_grad():
+            m(tokens())
+            results.append(layer.forward.__func__(layer, **given)[0])
+    assert difference(*results) < LOGITS
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

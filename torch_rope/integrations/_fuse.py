@@ -33,7 +33,7 @@ class Known(NamedTuple):
             first = own[eps] if first is None and type(module) is kind else first
             if first is None or type(module) is not kind or own[eps] != first:
                 return False
-            if rounds and own["_parameters"]["weight"].dtype is not x.dtype:
+            if rounds and ((weight := own["_parameters"].get("weight")) is None or weight.dtype is not x.dtype):
                 return False
         return kind.forward is self.forward and are_plain(modules)
 
@@ -59,7 +59,7 @@ def known_norms(modules: Collection[nn.Module], norms: Mapping[str, Norm]) -> Kn
 
 def weight_of(module: nn.Module, x: Tensor) -> Tensor:
     """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
-    w: Any = module._parameters["weight"]
+    w: Any = module.weight
     w = w.float() if w.dtype != x.dtype else w
     return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
 

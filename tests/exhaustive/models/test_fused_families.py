@@ -9,18 +9,24 @@ from layers import counting
 
 transformers = needed("transformers")
 
-from language_models import NAMES, calls_of_layers, compared, file_of, made, qk_of  # noqa: E402
+from language_models import CACHES, NAMES, calls_of_layers, compared, file_of, made, qk_of  # noqa: E402
 from models import GRADIENTS, LOGITS, difference, logits, new_cache, tokens, train  # noqa: E402
 
 from torch_rope.integrations.transformers import patch  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
 ROTATING = sorted(name for name in NAMES if any("apply_rot" in n for n in vars(file_of(name))))
+SHARING = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 # One or more for each form of attention, with what their configs have besides.
 FORMS = {
     "Llama": {}, "Qwen3": {}, "Gemma3": {}, "Olmo2": {}, "Qwen3Next": {}, "Phi3": {}, "Cohere2": {}, "GptOss": {},
     "Exaone4": {"layer_types": ["sliding_attention", "full_attention"]}, "SmolLM3": {"no_rope_layers": [1, 0]},
-    "DeepseekV2": {}, "DeepseekV3": {}, "Mistral4": {}, "Ministral3": {}, "Gemma4": {}, "Gemma3n": {},
+    "DeepseekV2": {}, "DeepseekV3": {}, "Mistral4": {}, "Ministral3": {}, "Gemma3n": SHARING,
+    "Gemma4": SHARING | {"attention_k_eq_v": True},
     "Llama4": {"use_qk_norm": False, "no_rope_layers": [1, 0], "floor_scale": 4},
 }  # fmt: skip
 
@@ -32,7 +38,7 @@ def test_fused_models_compute_the_same_and_the_page_counts_them():
         assert same, name
     fused = {name for name in says if "kept apart" not in says[name]}
     page = " ".join((ROOT / "docs" / "integrations" / "transformers.md").read_text().split())
-    listed = re.search(rf"{len(fused)} of {len(says)} causal .*? are fused, among them (.*?)\.", page)
+    listed = re.search(rf"{len(fused)} of {len(says)} causal .*? are fused, among them (.*?)\. ", page)
     assert {re.sub(r"\W", "", name).lower() for name in re.split(", | and ", listed[1])} <= fused
 
 
@@ -50,14 +56,15 @@ def test_q_and_k_have_the_rounding_of_the_model(dtype):
         with patch(model, fuse=True) as patched:
             if "; fused" not in str(patched):
                 continue
-            ways = [(None, 12), (new_cache("dynamic", model), 9, 1), (new_cache("static", model), 9, 1, 1)]
-            calls = calls_of_layers(model, *ways[: 2 if name == "MiniMax" else 3])
+            kinds = CACHES.get(name, ("dynamic", "static"))
+            calls = calls_of_layers(model, (None, 12), *((new_cache(kind, model), 9, 1, 1) for kind in kinds))
             actual = [t for pair in qk_of(calls, file) for t in pair]
+            assert name == "GraniteMoeHybrid" or "fell back" not in str(patched)
         expected = [t for pair in qk_of(calls, file) for t in pair]
         differ = [(a != e).sum().item() for a, e in zip(actual, expected, strict=True)]
         assert sum(differ) <= 1 + 1e-4 * sum(t.numel() for t in actual), (name, sum(differ))
         for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=torch.finfo(dtype).eps, atol=1e-4)
+            torch.testing.assert_close(a, e, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -89,4 +96,4 @@ def test_padding_training_and_compiling(name):
         compiled = torch.compile(model, fullgraph=True, backend=counting(graphs), dynamic=False)
         actual = logits(compiled, text[:, 4:], cache, 1, 1, 6)
     expected = logits(model, text, new_cache("static", model), 4, 1, 1, 6)[:, 4:]
-    assert difference(actual, expected) < 10 * LOGITS and graphs and {*graphs} <= {1, 2}
+    assert difference(actual, expected) < 10 * LOGITS and min(graphs) > 0

@@ -15,7 +15,7 @@ from torch_rope.integrations.transformers import patch
 
 sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, pad_token_id=0, eos_token_id=1)
-for kind in ("llama", "qwen3", "olmo2", "gemma3_text", "cohere", "glm", "gpt_oss"):
+for kind in ("llama", "qwen3", "olmo2", "gemma3_text", "cohere", "glm", "gpt_oss", "smollm3"):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **sizes)
     model, ids = transformers.AutoModelForCausalLM.from_config(config).eval(), torch.randint(96, (2, 9))
@@ -23,7 +23,7 @@ for kind in ("llama", "qwen3", "olmo2", "gemma3_text", "cohere", "glm", "gpt_oss
     with patch(model):
         assert torch.equal(model(ids).logits, expected), kind
     with patch(model, fuse=True) as patched, torch.no_grad():
-        assert ("; fused: " in str(patched)) == (kind != "gpt_oss"), kind  # its forward uses sinks
+        assert "; fused: " in str(patched) and "kept apart" not in str(patched), kind
         for make in (transformers.DynamicCache, lambda **more: transformers.StaticCache(max_cache_len=12, **more)):
             cache = make(config=config)
             parts = [model(ids[:, a:b], None, None, cache).logits for a, b in ((0, 6), (6, 7), (7, 9))]

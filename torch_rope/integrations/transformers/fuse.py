@@ -53,7 +53,7 @@ class Fused:
         self.rotated, self.normed, self.factor, self.reads, self.stores = map(self.meaning, words)
         self.tells, self.update = (self.meaning(f"dict({words})") for words in (record.tells, record.update))
         self.out: Callable = eval(f"lambda self, out, gate: {record.out}", self.globals)
-        self.calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the own forward, by layer, by layer
+        self.calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the own forward, by layer
         self._seen: dict[int, tuple] = {}  # rotations, by the identity of their first table
 
     def meaning(self, words: str) -> Callable:
@@ -79,9 +79,10 @@ class Fused:
         """Returns how the operators rotate q and k, or None if they cannot compute what the layer does."""
         if x is None or tables is None or (_is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)):
             return None
-        if self.norms is not None:
+        if self.parts:
             modules = layer._modules
-            if not self.norms.are([modules[name] for name in self.parts if name in modules], x, self.eager):
+            norms = [modules[name] for name in self.parts if name in modules]
+            if norms and not (self.norms and self.norms.are(norms, x, self.eager)):
                 return None
         # The layers of a model have the same tables.
         first, last = (tables, tables) if isinstance(tables, Tensor) else tables
@@ -106,7 +107,7 @@ class Fused:
         two_heads = two_heads if heads_first else two_heads.transpose(1, 2)
         more = [*[None] * (others - 3), 1] if others > 2 else []  # the dimension of heads in q
         rotation = None if x.is_meta else self.rotary.operands([two_heads], (*tables, *more))
-        if rotation is None or not (o := rotation[0]).fits(x, heads_first) or "inverse" in o.flags:
+        if rotation is None or not (o := rotation[0]).fits(x, heads_first):
             return None
         return rotation if self.eager == o.flags.get("eager_rounding", False) and o.rounding.x == x.dtype else None
 
@@ -136,7 +137,7 @@ class Fused:
             q_out = q if type(projection) is nn.Linear and are_plain([projection]) else torch.empty_like(q)
             how = {**flags, **of_norms, "q_out": q_out}
             if norms_of_v:
-                how |= {"norm_v": True, "v_norm_weight": norms_of_v[0]._parameters.get("weight")}
+                how |= {"norm_v": True, "v_norm_weight": getattr(norms_of_v[0], "weight", None)}
             held = _write(cache, layer.layer_idx, q, k, v, tables, weights, latent, how)
             if held is not None:
                 return q_out.transpose(1, 2), *held
@@ -157,8 +158,7 @@ class Fused:
             return None
         functions, eager = self.globals["ALL_ATTENTION_FUNCTIONS"], self.globals["eager_attention_forward"]
         attention = functions.get_interface(layer.config._attn_implementation, eager)
-        told = self.said(self.tells, layer, c)
-        out, scores = attention(layer, *qkv, c.mask, **told, **c.more)
+        out, scores = attention(layer, *qkv, c.mask, **self.said(self.tells, layer, c), **c.more)
         return self.out(layer, out.reshape(*c.x.shape[:-1], -1).contiguous(), gate), scores
 
 
@@ -322,12 +322,14 @@ def _fused(module: nn.Module, function: Any, new: FunctionType, eager: bool) -> 
     never, name = (eval(f"lambda self: {words}")(module) for words in (record.never, record.rotary))
     if never:
         return new, never
-    names = [*record.norms.split(), *record.norm_of_v.split()]
-    modules = [m for name in names if (m := module._modules.get(name)) is not None]
+    modules: Any = [m for n, m in module._modules.items() if n in (*record.norms.split(), *record.norm_of_v.split())]
     norms = known_norms(modules, NORMS) if modules else None
     if isinstance(norms, str):
         return new, norms
-    fused, form = Fused(record, module, new, rotaries[name or [*rotaries][0]], norms, eager), FORMS[record.form]
+    rotary = rotaries[name or [*rotaries][0]]
+    if record.form != "latent" and rotary.convention.says not in ("", "last channels"):
+        return new, f"its rotary function is special: {rotary.convention.says}"
+    fused, form = Fused(record, module, new, rotary, norms, eager), FORMS[record.form]
 
     def forward(self, *args, **kwargs):
         call = fused.call(self, args, kwargs)
