@@ -94,7 +94,7 @@ def is_traced() -> bool:
     """Returns whether calls are compiled, recorded or transformed. What only watches them, as selective checkpointing, is no matter."""
     return (
         torch.compiler.is_compiling()
-        or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING)))
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
