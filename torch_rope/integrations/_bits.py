@@ -91,7 +91,8 @@ def operands(cos: Tensor, sin: Tensor, rounding: Rounding, flags: dict, heads_fi
 
 
 def is_traced() -> bool:
-    """Returns whether calls are compiled, recorded or transformed. What only watches them, as selective checkpointing, is no matter."""
+    """Returns whether calls are compiled, recorded or transformed. What only watches them, as selective checkpointing does,
+    is no matter."""
     return (
         torch.compiler.is_compiling()
         or (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING)))

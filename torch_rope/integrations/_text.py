@@ -80,7 +80,11 @@ def _described(function: Any, roles: frozenset, owner: type, outer: tuple) -> st
     me = function.__code__.co_varnames[:1]
     for name in sorted({n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_name(n.value, me)}):
         method = inspect.getattr_static(owner, name, None)
-        if isinstance(method, types.FunctionType) and not method.__module__.startswith("torch.") and method not in outer:
+        if (
+            isinstance(method, types.FunctionType)
+            and not method.__module__.startswith("torch.")
+            and method not in outer
+        ):
             parts.append(f"self.{name}: {_described(plain(method), roles, owner, outer)}")
     return "; ".join(parts)
 

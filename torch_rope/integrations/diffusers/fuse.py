@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..._ops import ops
 from .._bits import is_traced
-from .._fuse import are_plain
+from .._fuse import Known, known_norms
 from .._patch import Fuse
 from .._rotary import Rotary
 from .._text import NoText, text_of
-from .known_layers import NORMS, PROCESSORS, Norm
+from .known_layers import NORMS, PROCESSORS
 
 IMAGE, TEXT = ("norm_q", "norm_k"), ("norm_added_q", "norm_added_k")  # the norms of q and k of a stream
 
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     own: Any  # the processor's own method
     rotary: Rotary
     eager: bool  # whether to round as the own method does
-    norms: dict[tuple[type, Any], Norm]  # by the class, and its forward when the model was patched
+    norms: Known
 
     def attention(self, processor, attn, names, x, seq, *others, heads=1, rest=0) -> Callable[..., Tensor]:
         """Returns a function of the projections of each stream and of a mask, or raises NotKnown.
@@ -43,10 +43,13 @@ class Layer(NamedTuple):
         many follow that do not. others: those of the rotary function's arguments. heads: how many a norm takes together.
         """
         norms = [getattr(attn, name) for name in names]
-        norm_flags = self._norm_flags(norms, x.dtype)
+        of_x = {"weight": x.dtype}
+        alike = all(m and {n: p.dtype for n, p in m._parameters.items() if p is not None} == of_x for m in norms)
+        if others[0] is None or not alike or not self.norms.are(norms, x, self.eager):
+            raise NotKnown
         weights = [m.weight.unflatten(-1, (heads, -1)) if heads > 1 else m.weight for m in norms]
         two_heads = x[:, :1, None, :1].expand(-1, seq, 2, weights[0].shape[-1])
-        o, *_ = (others[0] is not None and self.rotary.operands([two_heads], others)) or [None]
+        o, *_ = self.rotary.operands([two_heads], others) or [None]
         if o is None or not o.fits(x, False) or o.rounding.x != x.dtype:
             raise NotKnown
         if o.flags.get("eager_rounding", False) != self.eager:  # the operator cannot round as the rotary function does
@@ -56,24 +59,12 @@ class Layer(NamedTuple):
             tables = [F.pad(t, (0, 0, 0, rest), value=value) for t, value in zip(tables, (1.0, 0.0), strict=True)]
 
         def attend(streams: Sequence, mask: Tensor | None) -> Tensor:
-            q, k, v = _joined(streams, weights, tables, o.flags | norm_flags)
+            q, k, v = _joined(streams, weights, tables, o.flags | self.norms.flags(norms[0], self.eager))
             how = {"backend": processor._attention_backend, "parallel_config": processor._parallel_config}
             out = self.own.__globals__["dispatch_attention_fn"](q, k, v, attn_mask=mask, **how)
             return out.flatten(2, 3).to(q.dtype)
 
         return attend
-
-    def _norm_flags(self, norms: Sequence[Any], dtype: torch.dtype) -> dict[str, Any]:
-        """Returns the operators' flags for norms that are alike, and compute as when the model was patched."""
-        kinds = {(type(m), getattr(type(m), "forward", None)) for m in norms}
-        if (norm := self.norms.get(kinds.pop())) is None or kinds:
-            raise NotKnown
-        eps = {getattr(m, norm.eps) for m in norms}
-        weights = [{n: p.dtype for n, p in m._parameters.items() if p is not None} for m in norms]
-        if len(eps) > 1 or None in eps or any(w != {"weight": dtype} for w in weights) or not are_plain(norms):
-            raise NotKnown
-        rounds = self.eager and norm.rounds
-        return {"norm_eps": eps.pop(), "norm_weight_offset": norm.offset, "round_before_weight": rounds}
 
 
 def _joined(streams: Sequence, weights: Sequence[Tensor], tables: Sequence[Tensor], flags: dict) -> Sequence[Tensor]:
@@ -188,14 +179,15 @@ def each(modules, x):
 
 
 FORMS = {form.__name__: form for form in (flux, flux2_parallel, qwen, hunyuan, z_image, wan)}
+# The convention of the rotary function whose arguments a form gives.
+CONVENTIONS = {"flux2_parallel": "flux", "hunyuan": "flux", "qwen": "qwen_image"}
 
 
 def fuser(rounding: str) -> Fuse:
     """Returns a function that finds the methods of one model. torch.compile compiles once for all layers with the same."""
-    norms: dict[tuple[type, Any], Norm] = {}
 
     @functools.cache
-    def method(text: str, own: FunctionType, rotary: Rotary) -> Callable:
+    def method(text: str, own: FunctionType, rotary: Rotary, norms: Known) -> Callable:
         layer, (form, arguments) = Layer(own, rotary, rounding == "eager", norms), PROCESSORS[text]
 
         @functools.wraps(own)
@@ -211,20 +203,21 @@ def fuser(rounding: str) -> Fuse:
 
     def fuse(module: nn.Module, owner: Any, name: str, function: Any, new: FunctionType) -> tuple[Callable, str]:
         rotaries = [c for c in vars(new)["_torch_rope"] if isinstance(c, Rotary)]
-        kinds: set[Any] = {type(m) for n in IMAGE + TEXT if isinstance(m := getattr(module, n, None), nn.Module)}
+        modules = [m for name in IMAGE + TEXT if isinstance(m := getattr(module, name, None), nn.Module)]
         try:
             text = text_of(function, {"dispatch_attention_fn", *(r.name for r in rotaries)}, type(owner))
-            texts = {kind: text_of(kind.forward, owner=kind) for kind in kinds}
         except NoText as error:
             return new, f"its text is not known: {error}"
         if text not in PROCESSORS or name != "__call__" or len(rotaries) != 1:
             return new, "its text is not known"
+        form, _ = PROCESSORS[text]
+        if rotaries[0].known.convention != CONVENTIONS.get(form, form):
+            return new, f"{rotaries[0].name} takes other arguments than that of diffusers"
         if getattr(module, "is_cross_attention", False):
             return new, "it is cross-attention"
-        known = {kind for kind in kinds if texts[kind] in NORMS and kind.__call__ is nn.Module.__call__}
-        if known != kinds or not kinds:
-            return new, f"its norms are not known: {', '.join(kind.__name__ for kind in kinds) or 'none'}"
-        norms.update({(kind, kind.forward): NORMS[texts[kind]] for kind in kinds})
-        return method(text, new, rotaries[0]), "the norms of q and k, and the rotation"
+        norms = known_norms(modules, NORMS) if modules else "it has no norms"
+        if isinstance(norms, str):
+            return new, norms
+        return method(text, new, rotaries[0], norms), "the norms of q and k, and the rotation"
 
     return fuse
