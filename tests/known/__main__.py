@@ -142,7 +142,7 @@ def written(library: str, merged: dict[str, dict]) -> str:
     tables = "FUNCTIONS = {\n" + "\n".join(lines) + "\n}\n"
     if library != "others":
         whys = "".join(f"{text!r}: {why!r},\n" for text, why in unsupported.items())
-        tables += f"# Why torch_rope does not support these.\nUNSUPPORTED = {{\n{whys}}}\n"
+        tables += f"# Why torch_rope does not support these.\nUNSUPPORTED: dict[str, str] = {{\n{whys}}}\n"
     return (
         HEAD.format(".." if "/" in TABLES[library] else ".", library.replace("others", "other people's code")) + tables
     )

@@ -120,7 +120,7 @@ class _Twin:
 
 
 def _copied(cls: type, module: nn.Module) -> nn.Module:
-    new = object.__new__(cls)
+    new: Any = object.__new__(cls)
     vars(new).update(copy.deepcopy(vars(module)))
     return new
 

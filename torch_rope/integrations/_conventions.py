@@ -34,7 +34,7 @@ class Reading(NamedTuple):
     last_channels: bool = False  # whether the last rotary_dim channels of a head rotate, and not the first
 
 
-Read = Callable[..., Reading | None]
+Read = Callable[..., Any]  # returns a Reading, or None
 
 
 class Convention(NamedTuple):
@@ -87,9 +87,8 @@ def _each_twice(adjacent: bool) -> Form:
 
 TWICE, ADJACENT = _each_twice(False), _each_twice(True)
 ONCE = Form(lambda cos, sin: Reading(cos, sin, "a, b"))
-COMPLEX = Form(  # cos and sin are views of the table, so no device needs to compute with complex numbers
-    lambda table: Reading(*torch.view_as_real(table.resolve_conj()).unbind(-1), "complex numbers"), 1
-)
+# cos and sin are views of the table, so no device needs to compute with complex numbers.
+COMPLEX = Form(lambda t: ONCE.read(*torch.view_as_real(t.resolve_conj()).unbind(-1))._replace(form="complex numbers"), 1)
 
 
 def sin_first(form: Form) -> Form:

@@ -16,4 +16,4 @@ FUNCTIONS = {
     "d79b435510c2": Known("timm", Rounds(result="x"), name="apply_rot_embed", files="pos_embed_sincos", releases="1.0"),
 }
 # Why torch_rope does not support these.
-UNSUPPORTED = {}
+UNSUPPORTED: dict[str, str] = {}

@@ -72,9 +72,7 @@ def register(
         raise TypeError(
             f"{name}: replacement has the arguments {arguments} but must have those of the function, {expected}"
         )
-    if like is None and replacement is None:
-        _registered.pop(function, None)
-    elif replacement is not None:
+    if replacement is not None:
         new = copy_of(replacement, replacement.__code__, replacement.__closure__)
         vars(new)["_torch_rope"] = (f"{function.__name__} is {replacement.__qualname__}, which was registered",)
         _registered[function] = new
@@ -84,7 +82,7 @@ def register(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         _registered[function] = Known(like, Rounds(), partial=True), convention
-    else:
+    elif like is not None:
         try:
             model = library.rotary_of(like, "", "eager")
         except NotImplementedError as error:
@@ -92,6 +90,8 @@ def register(
         if (n := model.convention.tensors + model.convention.others) != len(expected):
             raise ValueError(f"{name}: like is a function of {n} arguments, but function has {expected}")
         _registered[function] = model.known, model.convention
+    else:
+        _registered.pop(function, None)
 
 
 # ---- methods and processors ----

@@ -176,13 +176,15 @@ class Rotary:
         if cos.requires_grad and torch.is_grad_enabled() and not self.once:
             return None
         rounds = self.known.rounds
-        if isinstance(rounds, dict) and (rounds := rounds.get(reading.form)) is None:
+        found = rounds.get(reading.form) if isinstance(rounds, dict) else rounds
+        if found is None:
             return None
-        rounding = (rounds.once if self.once else rounds.of)(xs[0].dtype, cos.dtype)
+        rounding = (found.once if self.once else found.of)(xs[0].dtype, cos.dtype)
         flags: dict[str, Any] = {name: True for name in ("interleaved", "inverse") if getattr(reading, name)}
         if reading.last_channels:
             flags["rotary_start"] = xs[0].shape[-1] - 2 * cos.shape[-1]
-        call = operands(cos, sin, rounding, flags, heads_first), *layout
+        given, result = layout
+        call = operands(cos, sin, rounding, flags, heads_first), given, result
         # A table that was converted would not follow a change that no version counts.
         if seen and call[0].cos.data_ptr() == cos.data_ptr():
             self._last = seen._replace(call=call)

@@ -211,4 +211,4 @@ FUNCTIONS = {
     ),
 }
 # Why torch_rope does not support these.
-UNSUPPORTED = {}
+UNSUPPORTED: dict[str, str] = {}

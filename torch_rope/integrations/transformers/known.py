@@ -261,7 +261,7 @@ FUNCTIONS = {
     ),
 }
 # Why torch_rope does not support these.
-UNSUPPORTED = {
+UNSUPPORTED: dict[str, str] = {
     "11de348682e7": "it rotates q, k and v, and takes positions",
     "fba76cf16007": "it rotates k with tables of its own, repeated for each frame",
     "83c7f514b0de": "it computes in another dtype on Apple GPUs, and does not rotate q and k",
