@@ -1,4 +1,4 @@
-"""Reads the attention layers of the installed transformers, and prints the entries of known_layers.py for their texts.
+"""Reads the attention layers and the RMS norms of the installed transformers, and prints the entries of known_layers.py for their texts.
 
     python tests/known/forwards.py                 prints entries, and what it cannot tell
     python tests/known/forwards.py --missing       only those that the table has not
@@ -13,15 +13,18 @@ import collections
 import copy
 import importlib
 import inspect
+import itertools
 import os
 import re
 import sys
 
+import torch
 import transformers
 from torch import nn
 
 sys.path[:0] = [os.path.join(os.path.dirname(__file__), *path) for path in ([".."], ["..", "exhaustive", "models"])]
 
+from torch_rope.integrations._fuse import Norm  # noqa: E402
 from torch_rope.integrations._text import NoText, _tree, plain, text_of  # noqa: E402
 from torch_rope.integrations.transformers import LIBRARY, known_layers  # noqa: E402
 from torch_rope.integrations.transformers.fuse import ROLES  # noqa: E402
@@ -341,6 +344,43 @@ def line(text, record, names):
     return f"    {text!r}: Layer({words}),  # {', '.join(n.removesuffix('Attention') for n in names)}"
 
 
+# ---- norms ----
+
+
+def norm_of(cls):
+    """Returns the record of an RMS norm, which is tried, or raises Unclear."""
+    words = "".join(says(_tree(plain(f))) for n in ("forward", "_norm") if (f := getattr(cls, n, None)))
+    eps = {*re.findall(r"self\.(variance_epsilon|eps)\b", words)}
+    try:
+        module = cls(64).bfloat16()
+        nn.init.uniform_(module.weight, 0.5, 1.5)
+    except (TypeError, AttributeError):
+        raise Unclear("how it is made") from None
+    if len(eps) != 1 or module.weight.shape != (64,):
+        raise Unclear("its eps" if len(eps) != 1 else "its weight")
+    x = torch.randn(999, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + getattr(module, *eps))
+    for offset, rounds in itertools.product((0.0, 1.0), (False, True)):
+        by = (y.bfloat16() if rounds else y).float() * (module.weight.float() + offset)
+        if (module(x) != by.bfloat16()).float().mean() < 1e-3:
+            return Norm(*eps, offset, rounds)
+    raise Unclear("what it computes")
+
+
+def norms():
+    """Returns what the texts of RMS norms are: a record, or what the tool cannot tell, and the classes."""
+    found = {}
+    for cls in (cls for module in modules() for cls in vars(module).values() if isinstance(cls, type)):
+        if issubclass(cls, nn.Module) and re.search("(RMS|L2)Norm$", cls.__name__):
+            try:
+                text = text_of(cls.forward, owner=cls)
+                record = found[text][0] if text in found else norm_of(cls)
+            except (NoText, Unclear) as error:
+                text, record = str(error), ""
+            found.setdefault(text, (record, []))[1].append(cls.__name__)
+    return found
+
+
 if __name__ == "__main__":
     if "--check" in sys.argv:
         import language_models
@@ -352,3 +392,10 @@ if __name__ == "__main__":
             if "--missing" not in sys.argv or text not in known_layers.FORWARDS:
                 told = isinstance(record, Layer)
                 print(line(text, record, names) if told else f"    # {text}: {', '.join(names)}: cannot tell {record}")
+        for text, (record, names) in norms().items():
+            if "--missing" not in sys.argv or text not in known_layers.NORMS:
+                print(
+                    f"    {text!r}: {record}," if record else f"    # cannot tell {text}",
+                    "#",
+                    ", ".join(dict.fromkeys(names)),
+                )

@@ -60,6 +60,22 @@ def file_of(name):
     return sys.modules[getattr(transformers, f"{name}ForCausalLM").__module__]
 
 
+ROTATING = sorted(name for name in NAMES if any("apply_rot" in n for n in vars(file_of(name))))
+SHARING = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+# One or more for each form of attention, with what their configs have besides.
+FORMS = {
+    "Llama": {}, "Qwen3": {}, "Gemma3": {}, "Olmo2": {}, "Qwen3Next": {}, "Phi3": {}, "Cohere2": {}, "GptOss": {},
+    "Exaone4": {"layer_types": ["sliding_attention", "full_attention"]}, "SmolLM3": {"no_rope_layers": [1, 0]},
+    "DeepseekV2": {}, "DeepseekV3": {}, "Mistral4": {}, "Ministral3": {}, "Gemma3n": SHARING,
+    "Gemma4": SHARING | {"attention_k_eq_v": True},
+    "Llama4": {"use_qk_norm": False, "no_rope_layers": [1, 0], "floor_scale": 4},
+}  # fmt: skip
+
+
 def results(model, name, file):
     """Returns all that attention functions get, and the logits, for a text at once and with caches beyond the window."""
     given, own = [], vars(file).get("eager_attention_forward")

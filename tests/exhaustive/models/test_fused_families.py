@@ -1,6 +1,7 @@
 """Compares every causal language model of transformers, tiny and random, with itself after patch(fuse=True)."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -9,26 +10,25 @@ from layers import counting
 
 transformers = needed("transformers")
 
-from language_models import CACHES, NAMES, calls_of_layers, compared, file_of, made, qk_of  # noqa: E402
+from language_models import CACHES, FORMS, ROTATING, calls_of_layers, compared, file_of, made, qk_of  # noqa: E402
 from models import GRADIENTS, LOGITS, difference, logits, new_cache, tokens, train  # noqa: E402
 
 from torch_rope.integrations.transformers import patch  # noqa: E402
+from torch_rope.integrations.transformers.known_layers import FORWARDS, NORMS  # noqa: E402
+
+sys.path.append(str(ROOT / "tests" / "known"))
+import forwards  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
-ROTATING = sorted(name for name in NAMES if any("apply_rot" in n for n in vars(file_of(name))))
-SHARING = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-# One or more for each form of attention, with what their configs have besides.
-FORMS = {
-    "Llama": {}, "Qwen3": {}, "Gemma3": {}, "Olmo2": {}, "Qwen3Next": {}, "Phi3": {}, "Cohere2": {}, "GptOss": {},
-    "Exaone4": {"layer_types": ["sliding_attention", "full_attention"]}, "SmolLM3": {"no_rope_layers": [1, 0]},
-    "DeepseekV2": {}, "DeepseekV3": {}, "Mistral4": {}, "Ministral3": {}, "Gemma3n": SHARING,
-    "Gemma4": SHARING | {"attention_k_eq_v": True},
-    "Llama4": {"use_qk_norm": False, "no_rope_layers": [1, 0], "floor_scale": 4},
-}  # fmt: skip
+
+
+def test_the_table_has_what_the_tool_reads():
+    read, norms = (
+        {text: record for text, (record, _) in found.items()} for found in (forwards.entries(), forwards.norms())
+    )
+    known = {text: record for text, record in FORWARDS.items() if text in read}
+    assert len(known) > 50 and known == {text: read[text] for text in known}
+    assert NORMS == {text: norms[text] for text in NORMS}
 
 
 def test_fused_models_compute_the_same_and_the_page_counts_them():
@@ -72,6 +72,7 @@ def test_padding_training_and_compiling(name):
     model, mask, text = made(name, **FORMS[name]), torch.ones(2, 12, dtype=torch.long), tokens(2, 12)
     mask[0, :3] = 0
 
+    @torch.no_grad()
     def padded():
         caches = [new_cache(kind, model) for kind in ("dynamic", "static")]
         return torch.cat([model(text, attention_mask=mask, cache=cache).logits for cache in (None, *caches)])
@@ -81,12 +82,9 @@ def test_padding_training_and_compiling(name):
         model.zero_grad()
         return train(model, enabled=False)
 
-    with torch.no_grad():
-        expected = padded()
-    loss, gradients = trained()
+    expected, (loss, gradients) = padded(), trained()
     with patch(model.eval(), fuse=True):
-        with torch.no_grad():
-            assert difference(padded()[:, 3:], expected[:, 3:]) < 10 * LOGITS
+        assert difference(padded()[:, 3:], expected[:, 3:]) < 10 * LOGITS
         actual, actual_gradients = trained()
         assert difference(actual, loss) < LOGITS and difference(actual_gradients, gradients) < 10 * GRADIENTS
         model.eval().activation_checkpointing_disable()
