@@ -88,7 +88,9 @@ def _each_twice(adjacent: bool) -> Form:
 TWICE, ADJACENT = _each_twice(False), _each_twice(True)
 ONCE = Form(lambda cos, sin: Reading(cos, sin, "a, b"))
 # cos and sin are views of the table, so no device needs to compute with complex numbers.
-COMPLEX = Form(lambda t: ONCE.read(*torch.view_as_real(t.resolve_conj()).unbind(-1))._replace(form="complex numbers"), 1)
+COMPLEX = Form(
+    lambda t: ONCE.read(*torch.view_as_real(t.resolve_conj()).unbind(-1))._replace(form="complex numbers"), 1
+)
 
 
 def sin_first(form: Form) -> Form:

@@ -18,7 +18,7 @@ class Norm(NamedTuple):
     rounds: bool = False  # whether x is rounded to its dtype before it is multiplied by the weight (Llama)
 
 
-class Known(NamedTuple):
+class Norms(NamedTuple):
     """The norms of a layer, which are of one class."""
 
     kind: type[nn.Module]
@@ -27,15 +27,17 @@ class Known(NamedTuple):
 
     def are(self, modules: Collection[nn.Module], x: Tensor, eager: bool) -> bool:
         """Returns whether the operators compute what norms of x do: with one eps, and with their rounding if eager."""
-        kind, eps, first, rounds = self.kind, self.norm.eps, None, eager and self.norm.rounds
+        kind, name, first, rounds = self.kind, self.norm.eps, None, eager and self.norm.rounds
         for module in modules:
             own = module.__dict__
-            first = own[eps] if first is None and type(module) is kind else first
-            if first is None or type(module) is not kind or own[eps] != first:
+            if type(module) is not kind or not is_plain(own) or own[name] is None:
                 return False
+            if first is not None and own[name] != first:
+                return False
+            first = own[name]
             if rounds and ((weight := own["_parameters"].get("weight")) is None or weight.dtype is not x.dtype):
                 return False
-        return kind.forward is self.forward and are_plain(modules)
+        return kind.forward is self.forward and (is_compiling() or not _has_any_global_hook())
 
     def flags(self, module: nn.Module, eager: bool) -> dict:
         """Returns how the operators compute a norm."""
@@ -44,7 +46,7 @@ class Known(NamedTuple):
         return {"norm_eps": eps, "norm_weight_offset": self.norm.offset, "round_before_weight": rounds}
 
 
-def known_norms(modules: Collection[nn.Module], norms: Mapping[str, Norm]) -> Known | str:
+def known_norms(modules: Collection[nn.Module], norms: Mapping[str, Norm]) -> Norms | str:
     """Returns what the norms of a layer are, or why they are not known. norms: what the texts of forwards compute."""
     kinds: list[type[nn.Module]] = [*dict.fromkeys(map(type, modules))]
     kind, *others = kinds
@@ -54,7 +56,7 @@ def known_norms(modules: Collection[nn.Module], norms: Mapping[str, Norm]) -> Kn
         norm = None
     if others or norm is None:
         return f"its norms are {' and '.join(k.__name__ for k in kinds)} but must be RMS norms of one known class"
-    return Known(kind, kind.forward, norm)
+    return Norms(kind, kind.forward, norm)
 
 
 def weight_of(module: nn.Module, x: Tensor) -> Tensor:
@@ -64,12 +66,7 @@ def weight_of(module: nn.Module, x: Tensor) -> Tensor:
     return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
 
 
-def are_plain(modules: Collection[nn.Module]) -> bool:
-    """Returns whether nothing but their classes sees the calls of modules, which a fused layer may not make."""
-    for module in modules:  # without more loops, because each layer of a decode step asks
-        own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            return False
-        if "forward" in own or "_norm" in own:
-            return False
-    return is_compiling() or not _has_any_global_hook()
+def is_plain(own: dict) -> bool:
+    """Returns whether nothing but its class sees the calls of a module with these attributes."""
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return not (hooks or "forward" in own or "_norm" in own)

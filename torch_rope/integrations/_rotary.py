@@ -61,38 +61,51 @@ def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, boo
     return cos, sin, heads_first, given, result
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """The tables of a call, with which the next layer may be called, and what was made of them."""
 
     dtype: torch.dtype  # of x
     shapes: list[torch.Size]  # of x, or of q and k
-    others: list  # the other arguments, tensors as weak references
-    marks: list[tuple | bool]  # of the tensors
+    others: list[
+        tuple
+    ]  # the other arguments, tensors as weak references, with what changes with their memory or numbers
     call: Any = None
 
     @classmethod
-    def of(cls, xs: Sequence[Tensor], others: Sequence[Any], forget: Callable) -> "_Seen | None":
+    def of(cls, xs: Sequence[Tensor], others: Sequence[Any], forget: Callable) -> "Seen | None":
         """Returns what tells a call from others, or None if nothing tells that its tables have not changed."""
         for v in others:
             is_table = type(v) is Tensor and not v.requires_grad and v.dtype not in _WHOLE
             if not (is_table or v is None or type(v) is int):
                 return None
-        seen = [weakref.ref(v, forget) if isinstance(v, Tensor) else v for v in others]
-        return cls(xs[0].dtype, [x.shape for x in xs], seen, [isinstance(v, Tensor) and _mark(v) for v in others])
+        seen = [
+            (v, None, None, None) if not isinstance(v, Tensor) else (weakref.ref(v, forget), *_mark(v)) for v in others
+        ]
+        return cls(xs[0].dtype, [x.shape for x in xs], seen)
 
     def is_of(self, xs: Sequence[Tensor], others: Sequence[Any]) -> bool:
         """Returns whether a call has the same tables, and x of the same shapes and dtype."""
         if xs[0].dtype is not self.dtype or [x.shape for x in xs] != self.shapes:
             return False
-        for value, seen, mark in zip(others, self.others, self.marks, strict=True):
-            if not (seen() is value and _mark(value) == mark if mark else type(value) is type(seen) and value == seen):
+        for value, (seen, pointer, version, shape) in zip(others, self.others, strict=True):  # each layer asks
+            if pointer is None:
+                if value is not seen and (type(value) is not int or value != seen):
+                    return False
+            elif (
+                seen() is not value
+                or value.data_ptr() != pointer
+                or value.shape != shape
+                or value.requires_grad
+                or version is not None
+                and value._version != version
+            ):
                 return False
         return True
 
 
 def _mark(t: Tensor) -> tuple:
-    """Returns what differs after a table has got other memory or numbers."""
-    return t.data_ptr(), None if t.is_inference() else t._version, t.shape, t.stride(), t.requires_grad
+    """Returns what differs after a table has got other memory or numbers: pointer, version and shape."""
+    return t.data_ptr(), None if t.is_inference() else t._version, t.shape
 
 
 def known_rotary(
@@ -120,7 +133,7 @@ class Rotary:
         self.once = rounding == "once"
         parameters = inspect.signature(function).parameters.values()
         self._defaults = {p.name: p.default for p in parameters if p.kind != p.VAR_KEYWORD}
-        self._last: _Seen | None = None
+        self._last: Seen | None = None
         self._checked: dict[tuple, bool] = {}  # whether the last tables of a form are those of a rotation
         self._has_warned = False  # that tables are those of no rotation
         operator = "rotate" if convention.tensors == 1 else "rotate_qk"
@@ -159,10 +172,10 @@ class Rotary:
 
         others: the function's other arguments. All layers of a model have the same tables, and so the same operands.
         """
-        last, traced = self._last, is_traced()  # another thread may change it
-        if last is not None and not traced and last.is_of(xs, others):
+        last = self._last  # another thread may change it
+        if last is not None and not torch.compiler.is_compiling() and last.is_of(xs, others):
             return last.call
-        seen = None if traced else _Seen.of(xs, others, lambda _: setattr(self, "_last", None))
+        seen = None if is_traced() else Seen.of(xs, others, lambda _: setattr(self, "_last", None))
         if seen:  # what is remembered must not keep tables alive
             others = [v.data if isinstance(v, Tensor) else v for v in others]
         reading = self.convention.read(xs[0], *others)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..._ops import ops
 from .._bits import is_traced
-from .._fuse import Known, known_norms
+from .._fuse import Norms, known_norms
 from .._patch import Fuse
 from .._rotary import Rotary
 from .._text import NoText, text_of
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     own: Any  # the processor's own method
     rotary: Rotary
     eager: bool  # whether to round as the own method does
-    norms: Known
+    norms: Norms
 
     def attention(self, processor, attn, names, x, seq, *others, heads=1, rest=0) -> Callable[..., Tensor]:
         """Returns a function of the projections of each stream and of a mask, or raises NotKnown.
@@ -187,7 +187,7 @@ def fuser(rounding: str) -> Fuse:
     """Returns a function that finds the methods of one model. torch.compile compiles once for all layers with the same."""
 
     @functools.cache
-    def method(text: str, own: FunctionType, rotary: Rotary, norms: Known) -> Callable:
+    def method(text: str, own: FunctionType, rotary: Rotary, norms: Norms) -> Callable:
         layer, (form, arguments) = Layer(own, rotary, rounding == "eager", norms), PROCESSORS[text]
 
         @functools.wraps(own)

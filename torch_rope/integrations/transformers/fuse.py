@@ -17,9 +17,9 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 
 from ..._ops import ops
 from .._bits import Operands, is_traced
-from .._fuse import Known, are_plain, known_norms, weight_of
+from .._fuse import Norms, is_plain, known_norms, weight_of
 from .._patch import Fuse
-from .._rotary import Rotary
+from .._rotary import Rotary, Seen
 from .._text import NoText, plain, text_of
 from .known_layers import FORWARDS, NORMS, Layer
 
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 class Fused:
     """What the fused forwards of layers with one text have in common."""
 
-    def __init__(self, record: Layer, module: Any, own: Callable, rotary: Rotary, norms: Known | None, eager: bool):
+    def __init__(self, record: Layer, module: Any, own: Callable, rotary: Rotary, norms: Norms | None, eager: bool):
         self.record, self.rotary, self.norms, self.eager = record, rotary, norms, eager
         self.dim: int = module.qk_rope_head_dim if record.form == "latent" else module.head_dim
         self.names, self.globals = record.arguments.split(), plain(own).__globals__
@@ -54,7 +54,7 @@ class Fused:
         self.tells, self.update = (self.meaning(f"dict({words})") for words in (record.tells, record.update))
         self.out: Callable = eval(f"lambda self, out, gate: {record.out}", self.globals)
         self.calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the own forward, by layer
-        self._seen: dict[int, tuple] = {}  # rotations, by the identity of their first table
+        self._seen: dict[int, Seen] = {}  # rotations, by the identity of their first table
 
     def meaning(self, words: str) -> Callable:
         """Returns a function of what said gives it: what words mean for a layer in a call."""
@@ -86,19 +86,14 @@ class Fused:
                 return None
         # The layers of a model have the same tables.
         first, last = (tables, tables) if isinstance(tables, Tensor) else tables
-        if not is_compiling() and (seen := self._seen.get(id(first))) is not None:
-            first_seen, last_seen, dtype, version, rotation = seen
-            same = first_seen() is first and last_seen() is last and dtype is x.dtype
-            if same and (version is None or version == _version(first, last)):
-                return rotation
-        rotation = self._rotation(x, (first,) if first is last else (first, last))
-        if rotation is not None and not (is_compiling() or is_traced() or first.requires_grad or last.requires_grad):
-            # Views of tables follow their changes. Converted tables do not.
-            views, key = first.is_complex() or rotation[0].cos.dtype == first.dtype, id(first)
-            version = None if views else _version(first, last)
-            if views or version is not None:
-                refs = (weakref.ref(t, lambda _: self._seen.pop(key, None)) for t in (first, last))
-                self._seen[key] = *refs, x.dtype, version, rotation
+        both = (first,) if first is last else (first, last)
+        key = id(first)
+        if not is_compiling() and (seen := self._seen.get(key)) is not None and seen.is_of([x], both):
+            return seen.call
+        rotation = self._rotation(x, both)
+        if rotation is not None and not is_traced() and rotation[0].cos.data_ptr() == first.data_ptr():
+            found = Seen.of([x], both, lambda _: self._seen.pop(key, None))
+            self._seen |= {key: found._replace(call=rotation)} if found else {}
         return rotation
 
     def _rotation(self, x: Tensor, tables: tuple) -> tuple | None:
@@ -134,7 +129,7 @@ class Fused:
         writes = type(cache) is StaticCache and not (torch.is_grad_enabled() or torch.compiler._is_exporting_flag)
         if writes and v is not None:
             # The result of a projection may be held elsewhere, unless the projection is PyTorch's own.
-            q_out = q if type(projection) is nn.Linear and are_plain([projection]) else torch.empty_like(q)
+            q_out = q if type(projection) is nn.Linear and is_plain(vars(projection)) else torch.empty_like(q)
             how = {**flags, **of_norms, "q_out": q_out}
             if norms_of_v:
                 how |= {"norm_v": True, "v_norm_weight": getattr(norms_of_v[0], "weight", None)}
@@ -160,11 +155,6 @@ class Fused:
         attention = functions.get_interface(layer.config._attn_implementation, eager)
         out, scores = attention(layer, *qkv, c.mask, **self.said(self.tells, layer, c), **c.more)
         return self.out(layer, out.reshape(*c.x.shape[:-1], -1).contiguous(), gate), scores
-
-
-def _version(*tables: Tensor) -> int | None:
-    """Returns a number that changes when tables change, or None if nothing tells that."""
-    return None if any(t.is_inference() for t in tables) else sum(t._version for t in tables)
 
 
 # ---- forms of attention ----
@@ -327,7 +317,7 @@ def _fused(module: nn.Module, function: Any, new: FunctionType, eager: bool) -> 
     if isinstance(norms, str):
         return new, norms
     rotary = rotaries[name or [*rotaries][0]]
-    if record.form != "latent" and rotary.convention.says not in ("", "last channels"):
+    if record.form != "latent" and rotary.convention.says.partition(", ")[2] not in ("", "last channels"):
         return new, f"its rotary function is special: {rotary.convention.says}"
     fused, form = Fused(record, module, new, rotary, norms, eager), FORMS[record.form]
 
