@@ -28,7 +28,7 @@ def test_the_table_has_what_the_tool_reads():
     )
     known = {text: record for text, record in FORWARDS.items() if text in read}
     assert len(known) > 50 and known == {text: read[text] for text in known}
-    assert NORMS == {text: norms[text] for text in NORMS}
+    assert {text: norms[text] for text in NORMS} == NORMS
 
 
 def test_fused_models_compute_the_same_and_the_page_counts_them():
