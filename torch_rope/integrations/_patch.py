@@ -129,9 +129,8 @@ class Replaced:
         path = f"{self.path}.{self.now.__name__ if method else self.attribute}".lstrip(".")
         path, owner = re.sub(r"\b\d+\b", "*", path), type(self.module if method else self.now).__name__
         own = getattr(self.now, "_torch_rope_own", {}).get(self.module, 0)  # how often its own method had to compute
-        return f"{path} of %d {owner}: {'; '.join(self.calls)}" + f"; fell back to its own forward in {own} calls" * (
-            own > 0
-        )
+        fell_back = f"; fell back to its own forward in {own} calls" if own else ""
+        return f"{path} of %d {owner}: {'; '.join(self.calls)}{fell_back}"
 
 
 def _attribute_of(module: Any, method: str) -> str:
