@@ -8,9 +8,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from torch_rope.integrations import _patch
 from torch_rope.integrations._bits import Rounds
-from torch_rope.integrations._conventions import Known
+from torch_rope.integrations._conventions import CONVENTIONS
+from torch_rope.integrations._reading import Known
 from torch_rope.integrations._rotary import Rotary
-from torch_rope.integrations.conventions import CONVENTIONS
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from torch import nn
 
 from torch_rope.integrations import diffusers, timm
 from torch_rope.integrations._bits import Rounds
-from torch_rope.integrations._conventions import Known
+from torch_rope.integrations._conventions import CONVENTIONS
+from torch_rope.integrations._reading import Known
 from torch_rope.integrations._rotary import Rotary
-from torch_rope.integrations.conventions import CONVENTIONS
 
 pytestmark = pytest.mark.cpu
 

@@ -17,8 +17,8 @@ from known.samples import LAYOUTS  # noqa: E402
 from known.trial import ALL, BITS, Trial, strides  # noqa: E402
 
 import torch_rope  # noqa: E402
+from torch_rope.integrations._conventions import CONVENTIONS  # noqa: E402
 from torch_rope.integrations._text import NoText, plain, text_of  # noqa: E402
-from torch_rope.integrations.conventions import CONVENTIONS  # noqa: E402
 from torch_rope.integrations.transformers import LIBRARY, patch, register  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]

@@ -23,10 +23,10 @@ import torch
 from known import trial
 
 from torch_rope.integrations import diffusers, timm, transformers
-from torch_rope.integrations._conventions import Known
+from torch_rope.integrations._known import FUNCTIONS as OF_OTHERS
 from torch_rope.integrations._patch import Library
+from torch_rope.integrations._reading import Known
 from torch_rope.integrations._text import NoText, nested, plain, text_of
-from torch_rope.integrations.known import FUNCTIONS as OF_OTHERS
 
 ROOT = Path(__file__).parents[2]
 HEAD = '''"""The rotary functions of {1} that are known, by their texts, see _text.py.
@@ -35,7 +35,7 @@ HEAD = '''"""The rotary functions of {1} that are known, by their texts, see _te
 """
 
 from {0}_bits import Rounds
-from {0}_conventions import Known
+from {0}_reading import Known
 
 '''
 OTHERS = Library("", "", re.compile("rot|rope"), OF_OTHERS, {})
@@ -46,7 +46,7 @@ TABLES = {
     "transformers": "transformers/known.py",
     "diffusers": "diffusers/known.py",
     "timm": "_known_timm.py",
-    "others": "known.py",
+    "others": "_known.py",
 }
 FILES = {"transformers": "models/*/modeling_*.py", "diffusers": "models/**/*.py", "timm": "layers/*.py"}
 

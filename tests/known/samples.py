@@ -213,7 +213,7 @@ def of_timm(change):
     return any_of(*(taken(change(form), *OF_TIMM, options=(half,)) for half, form in forms.items()))
 
 
-# Makers of arguments for each convention of torch_rope.integrations.conventions
+# Makers of arguments for each convention of torch_rope.integrations._conventions
 SAMPLES = {
     "llama": unsqueezed(twice),
     "glm": unsqueezed(twice),

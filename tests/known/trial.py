@@ -10,9 +10,9 @@ from known.samples import LAYOUTS, SAMPLES, SIZES, Sample
 from torch import Tensor
 
 from torch_rope.integrations._bits import INSIDE, Rounds
-from torch_rope.integrations._conventions import Convention, Known
+from torch_rope.integrations._conventions import CONVENTIONS
+from torch_rope.integrations._reading import Convention, Known
 from torch_rope.integrations._rotary import Rotary
-from torch_rope.integrations.conventions import CONVENTIONS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = list(product(DTYPES, (*DTYPES, torch.float64)))  # of dtypes of x and of the tables

@@ -245,7 +245,7 @@ PYTHON = [
     ("reference: a pad writes a cell of its own", "reference.py", "torch.where(slots < 0, repeated, ", "torch.where(slots < -1, repeated, ", "pytorch/test_export"),
     ("reference: a token past the last cell writes to the next block", "reference.py", "(p >= 0) & (p < block_size)", "p >= 0", "pytorch/test_export"),
     ("reference: a 16-bit result is rounded twice", "reference.py", "rotated = pairs * c.unsqueeze(axis) +", "rotated = (pairs * c.unsqueeze(axis)).to(x.dtype) +", "operators/test_values"),
-    ("patch: the first tokens rotate", "integrations/transformers/conventions.py", "to=lambda x: x.split(sizes, -2)[1]", "to=lambda x: x.split(sizes[::-1], -2)[0]", "integrations/test_rotary_functions"),
+    ("patch: the first tokens rotate", "integrations/transformers/_conventions.py", "to=lambda x: x.split(sizes, -2)[1]", "to=lambda x: x.split(sizes[::-1], -2)[0]", "integrations/test_rotary_functions"),
     ("patch: tables of the last forward are used again", "integrations/_rotary.py", "if not (seen() is value and _mark(value) == mark if mark", "if not (True if mark", "integrations/test_rotary_functions"),
     ("patch: a table with other memory is taken for the same", "integrations/_rotary.py", "return t.data_ptr(), None if", "return 0, None if", "integrations/test_rotary_functions"),
     ("patch: a function whose results are contiguous has those of x", "integrations/_rotary.py", "if self.known.dense else ys", "if False else ys", "integrations/test_rotary_functions"),

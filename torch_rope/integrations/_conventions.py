@@ -1,214 +1,176 @@
-"""The ways in which rotary functions take the angles, as data.
+"""The conventions that rotary functions follow, by name.
 
-A library has many rotary functions that differ in little but how they take the angles: as cos and sin with each number
-twice, as complex numbers, as matrices. A :class:`Convention` reads the arguments of such a function as cos and sin. Each
-library has a table of conventions by name, and a table of known functions that says which one a function follows.
+A name is that of a model that follows the convention, or says what a function of other people's code does.
 """
 
-import inspect
-import re
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ._bits import Rounds
-
-
-class Reading(NamedTuple):
-    """The angles of one call of a rotary function.
-
-    cos and sin, [.., rotary_dim / 2], broadcast over x in all dimensions but the last one.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    form: str  # how the function took them, in words
-    interleaved: bool = True
-    # Yields pairs of tensors that are equal if both channels of a pair have the same angle.
-    must_be_equal: Callable[[], Iterable[tuple[Tensor, Tensor]]] = tuple
-    to: Callable[[Tensor], Tensor] = lambda x: x  # returns x with its heads, [.., head_dim], as cos broadcasts over it
-    back: Callable[[Tensor, Tensor], Tensor] = lambda y, x: y  # returns the result in the layout of x, from it and x
-    inverse: bool = False
-    last_channels: bool = False  # whether the last rotary_dim channels of a head rotate, and not the first
-
-
-Read = Callable[..., Any]  # returns a Reading, or None
-
-
-class Convention(NamedTuple):
-    """A way in which rotary functions take x, or q and k, and the angles."""
-
-    tensors: int  # 1 for x, 2 for q and k
-    others: int  # how many arguments follow
-    read: Read  # takes x, and the other arguments; None for arguments with another meaning
-    says: str  # in words
-
-
-class Known(NamedTuple):
-    """What a rotary function does, by its text."""
-
-    convention: str  # its name in the table of the library
-    rounds: Rounds | dict[str, Rounds]  # how it rounds, or how it rounds each form of the angles
-    partial: bool = False  # whether it takes heads with more channels than rotate
-    dense: bool = False  # whether its results are contiguous, whatever the strides of x
-    but: str = ""  # in which bits torch_rope differs
-    name: str = ""  # of the function, in these files of these releases
-    files: str = ""
-    releases: str = ""
-
+from ._reading import (
+    ADJACENT,
+    COMPLEX,
+    ONCE,
+    TWICE,
+    Convention,
+    Form,
+    Reading,
+    at,
+    by_options,
+    follows,
+    gathered,
+    side_by_side,
+    sin_first,
+)
 
 # ---- forms of tables ----
 
 
-class Form(NamedTuple):
-    """A form that the angles of a call have."""
-
-    read: Read  # returns what tables mean
-    arguments: int = 2
-    interleaved: bool = True
+def _read_matrices(table: Tensor) -> Reading:
+    (cos, minus_sin), (sin, cos_again) = (t.unbind(-1) for t in table.unbind(-2))
+    return Reading(cos, sin, "matrices", True, lambda: [(cos, cos_again), (-minus_sin, sin)])
 
 
-def _each_twice(adjacent: bool) -> Form:
-    """Returns the form of tables that have each number twice, [.., rotary_dim].
-
-    adjacent: whether both stand side by side, as in a, a, b, b, and not as in a, b, a, b. So do the channels of a pair.
-    """
-
-    def read(*tables):
-        if tables[0].shape[-1] % 2:
-            return None
-        both = [(t[..., ::2], t[..., 1::2]) if adjacent else t.tensor_split(2, -1) for t in tables]
-        return Reading(both[0][0], both[1][0], "a, a, b, b" if adjacent else "a, b, a, b", adjacent, lambda: both)
-
-    return Form(read, interleaved=adjacent)
+def _read_angles(table: Tensor) -> Reading | None:
+    reading = TWICE.read(table.cos(), table.sin())
+    return reading and reading._replace(form="angles")
 
 
-TWICE, ADJACENT = _each_twice(False), _each_twice(True)
-ONCE = Form(lambda cos, sin: Reading(cos, sin, "a, b"))
-# cos and sin are views of the table, so no device needs to compute with complex numbers.
-COMPLEX = Form(
-    lambda t: ONCE.read(*torch.view_as_real(t.resolve_conj()).unbind(-1))._replace(form="complex numbers"), 1
-)
+MATRICES, ANGLES = Form(_read_matrices, 1), Form(_read_angles, 1, False)
+# The even channels of cos and the odd channels of sin are read.
+HALF_READ = Form(lambda cos, sin: Reading(cos[..., ::2], sin[..., 1::2], "a, a, b, b, of which one is read"))
 
 
-def sin_first(form: Form) -> Form:
-    return form._replace(read=lambda *tables: form.read(*tables[::-1]))
+# ---- functions with options, other arguments, or another layout of x ----
 
 
-def side_by_side(form: Form) -> Form:
-    """Returns the form of one table whose channels are those of two."""
-    return form._replace(read=lambda table: form.read(*table.chunk(2, -1)), arguments=1)
+def _unsqueezed(form: Form, tensors: int = 2, ignored: int = 0, **more) -> Convention:
+    """Returns the convention of functions that unsqueeze cos and sin at their last argument."""
+    # Pixtral has 0.
+    dims = {1: at[:, None], 2: at[:, :, None], 0: at[None]}
+    return by_options({(dim,): follows(form, index, tensors, **more) for dim, index in dims.items()}, ignored)
 
 
-# ---- conventions ----
+def _split_channels(x: Tensor) -> Tensor:
+    """Returns x with the first channels of all pairs before the second ones."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-class _At:
-    """``at[:, None]`` is the index with which a function makes its tables broadcast over x."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return index
-
-
-at = _At()
+def _read_after_prefix(x, cos, sin):
+    sizes = x.shape[-2] - cos.shape[-2], cos.shape[-2]
+    reading = TWICE.read(cos, sin)
+    return reading and reading._replace(
+        to=lambda x: x.split(sizes, -2)[1], back=lambda y, x: torch.cat([x.split(sizes, -2)[0], y], -2)
+    )
 
 
-def follows(
-    form: Form,
-    index: Any = ...,
-    tensors: int = 1,
-    together: bool = False,
-    says: str = "",
-    rank: int = 0,
-    **changes: Any,
-) -> Convention:
-    """Returns the convention of functions that take x, or q and k, and tables of one form.
-
-    Args:
-        index: makes the tables broadcast over x, see :class:`_At`.
-        tensors: 2 for q and k.
-        together: whether cos and sin are one argument.
-        rank: how many dimensions x must have, or 0.
-        changes: what a reading has besides.
-    """
-
-    def read(x, *tables):
-        known = not rank or x.dim() == rank
-        reading = form.read(*(t[index] for t in (tables[0] if together else tables))) if known else None
-        return reading and reading._replace(**changes)
-
-    interleaved = changes.get("interleaved", form.interleaved)
-    pairing = "interleaved" if interleaved else "half-split"
-    return Convention(tensors, 1 if together else form.arguments, read, ", ".join(filter(None, [pairing, says])))
+def _read_viewed(x, table):
+    """x: [batch, seq, heads, head_dim]"""
+    return COMPLEX.read(table.view(1, x.shape[1], 1, -1)) if x.dim() == 4 else None
 
 
-def by_options(cases: dict[tuple, Convention], ignored: int = 0) -> Convention:
-    """Returns the convention of functions that follow one of several, which their last arguments choose.
-
-    ignored: how many arguments before these mean nothing.
-    """
-    (options, case), *_ = cases.items()
-    n = case.others
-
-    def read(x, *given):
-        chosen = cases.get(given[n + ignored :])
-        return chosen and chosen.read(x, *given[:n])
-
-    says = " or ".join(dict.fromkeys(c.says for c in cases.values()))
-    return Convention(case.tensors, n + ignored + len(options), read, says)
+def _read_split(x, freqs):
+    """x: [batch, heads, seq, head_dim], or [batch, seq, channels] with tables [batch, heads, seq, head_dim / 2]."""
+    if x.dim() == 4 or freqs[0].dim() != 4:
+        return Reading(*freqs, "a, b", False)
+    cos, sin = (t.transpose(1, 2) for t in freqs)
+    return Reading(cos, sin, "a, b", False, to=lambda x: x.reshape(*cos.shape[:3], -1), back=lambda y, _: y.flatten(2))
 
 
-def gathered(convention: Convention) -> Convention:
-    """Returns the convention of functions that take cos and sin [max_position, ..], and then positions, which choose rows."""
-
-    def read(x, cos, sin, positions, *options):
-        return convention.read(x, cos[positions], sin[positions], *options)
-
-    return convention._replace(others=convention.others + 1, read=read)
+def _read_both_viewed(x, freqs):
+    """x: [batch, seq, heads, head_dim]"""
+    return ADJACENT.read(*(t.view(1, x.shape[1], 1, -1) for t in freqs)) if x.dim() == 4 else None
 
 
-# ---- conventions in words ----
+def _read_grid(x, sizes, freqs, stride):
+    """sizes: [batch, 3], frames, height and width. freqs: [max_position, head_dim / 2], a part for each of the three."""
+    first, *others = sizes.tolist()
+    frames, height, width = first
+    if any(other != first for other in others) or frames * height * width != x.shape[1]:
+        return None
+    pairs = x.shape[-1] // 2
+    of_frames, of_height, of_width = freqs.split([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3], 1)
+    parts = of_frames[: frames * stride : stride, None, None], of_height[:height, None], of_width[:width]
+    table = torch.cat([part.expand(*first, -1) for part in parts], -1)
+    return COMPLEX.read(table.flatten(0, 2)[None, :, None])
 
-_DIMS = r"\[(.+?)\]"
-_WORDS = re.compile(rf"(half-split|interleaved), (?:[a-z_ ,]+ )?{_DIMS}, (complex )?(\w+)(?:(?:,| and) \w+)? {_DIMS}")
-WORDS = "half-split, [batch, heads, seq, head_dim], cos [batch, seq, head_dim]"
+
+def _by_half(change: Callable[[Form], Form]) -> Convention:
+    """Returns the convention of functions whose last argument, half, chooses the pairing."""
+    return by_options({(half,): follows(change(form)) for half, form in {False: ADJACENT, True: TWICE}.items()})
 
 
-def in_words(words: str, function: Callable) -> Convention:
-    """Returns the convention that words describe, such as those of WORDS, for a function with these arguments.
-
-    The dimensions of the tables have the names of those of x over which they broadcast. Their last one is head_dim if they
-    hold each number twice, and head_dim / 2 if once. The tables are the argument that is named and the next one, or one
-    argument that is named complex. The arguments before them are q and k, or x.
-
-    Raises ValueError if the words are not understood, or do not fit the arguments.
-    """
-    if not (found := _WORDS.fullmatch(" ".join(words.split()))):
-        raise ValueError(f'like is {words!r} but must be like "{WORDS}", or a known function')
-    pairing, of_x, is_complex, name, of_tables = found.groups()
-    x, (*dims, last) = ([dim.strip() for dim in text.split(",")] for text in (of_x, of_tables))
-    twice, half = last == "head_dim", pairing == "half-split"
-    broadcast = [dim for dim in x[:-1] if dim in dims]
-    if x[-1] != "head_dim" or last not in ("head_dim", "head_dim / 2") or dims != broadcast or (twice and is_complex):
-        raise ValueError(
-            f"like is {words!r}, but x must end with head_dim, and the tables must have some of the dimensions of x before, "
-            "in the same order, and then head_dim (each number twice) or head_dim / 2"
-        )
-    parameters = inspect.signature(function).parameters
-    if name not in parameters or (tensors := [*parameters].index(name)) not in (1, 2):
-        raise ValueError(
-            f"like has the table {name}, but the second or third of {[*parameters]} must be the first table"
-        )
-    form = COMPLEX if is_complex else TWICE if twice and half else ADJACENT if twice else ONCE
-    form = sin_first(form) if name == "sin" else form
-    index = tuple(slice(None) if dim in dims else None for dim in x[:-1])
-    tables = follows(form, index, tensors, interleaved=not half)
-    usual = tuple(p.default for p in [*parameters.values()][tensors + form.arguments :])
-
-    def read(q, *given):
-        as_said = q.dim() == len(x) and all(t.dim() == len(dims) + 1 for t in given[: form.arguments])
-        return tables.read(q, *given[: form.arguments]) if as_said and given[form.arguments :] == usual else None
-
-    return tables._replace(others=len(parameters) - tensors, read=read)
+READS = "which reads interleaved pairs"
+SEQ_THIRD, SEQ_SECOND = at[None, None], at[None, :, None]
+CONVENTIONS = {
+    # transformers
+    "llama": _unsqueezed(TWICE),
+    "glm": _unsqueezed(TWICE, interleaved=True),
+    "cohere": _unsqueezed(ADJACENT),
+    "gpt_oss": _unsqueezed(ONCE, interleaved=False),
+    "openai_privacy_filter": _unsqueezed(ONCE),
+    "nanochat": _unsqueezed(TWICE, says="inverse", inverse=True),
+    "mistral_large4": _unsqueezed(TWICE, says=READS, to=_split_channels),
+    "deepseek_v3": _unsqueezed(TWICE, ignored=1, says=READS, to=_split_channels),  # with an argument position_ids
+    "glmasr": _unsqueezed(TWICE, ignored=1),
+    "gemma4": _unsqueezed(TWICE, tensors=1),
+    "deepseek_v4": _unsqueezed(ONCE, tensors=1, says="last channels", last_channels=True),
+    "dinov3": Convention(2, 2, _read_after_prefix, "half-split, the first tokens stay as they are"),
+    "qwen2_vl": follows(TWICE, at[..., None, :], 2),  # images
+    "minimax_m3_vl": follows(TWICE, at[:, None, :], 2),  # images
+    "inkling2": follows(ADJACENT, at[..., None, :], 2),
+    "sam3": follows(ADJACENT, tensors=2),
+    "gptj": follows(sin_first(ONCE), at[:, :, None]),
+    "deepseek_v2": follows(COMPLEX, at[:, None], 2, rank=4),
+    "llama4": follows(COMPLEX, at[:, :, None], 2, rank=4),
+    "llama4 images": Convention(2, 1, _read_viewed, "interleaved"),
+    # other people's code
+    "plain": follows(TWICE, tensors=2),
+    "plain, one": follows(TWICE),
+    "plain, together": follows(TWICE, together=True),
+    "gathered": gathered(_unsqueezed(TWICE)),  # transformers 4.36 and its forks
+    "gathered, deepseek_v3": gathered(_unsqueezed(TWICE, says=READS, to=_split_channels)),
+    "glm, ignored": _unsqueezed(TWICE, ignored=1, interleaved=True),
+    "cohere, ignored": _unsqueezed(ADJACENT, ignored=1),
+    "gathered, dim 1": gathered(follows(TWICE, at[:, None], 2)),
+    # diffusers
+    # apply_rotary_emb of embeddings.py
+    "flux": by_options({  # use_real, unbind_dim, sequence_dim
+        (True, -1, 2): follows(ADJACENT, SEQ_THIRD, together=True, rank=4),
+        (True, -2, 2): follows(TWICE, SEQ_THIRD, together=True, rank=4),
+        (True, -1, 1): follows(ADJACENT, SEQ_SECOND, together=True, rank=4),
+        (True, -2, 1): follows(TWICE, SEQ_SECOND, together=True, rank=4),
+        (False, -1, 2): follows(COMPLEX, at[:, :, None], rank=4),
+    }),
+    "qwen_image": by_options({  # use_real, unbind_dim
+        (True, -1): follows(ADJACENT, SEQ_THIRD, together=True, rank=4),
+        (True, -2): follows(TWICE, SEQ_THIRD, together=True, rank=4),
+        (False, -1): follows(COMPLEX, at[:, None], rank=4),
+    }),
+    "anima": by_options({(1,): follows(TWICE, at[:, None]), (2,): follows(TWICE, at[:, :, None])}),  # unsqueeze_dim
+    "z_image": follows(COMPLEX, at[:, :, None], rank=4),
+    "anyflow": follows(COMPLEX, rank=4),
+    # x is [batch, heads, head_dim, seq].
+    "sana_wm": follows(COMPLEX, rank=4, to=lambda x: x.transpose(2, 3), back=lambda y, _: y.transpose(2, 3)),
+    "prx": follows(MATRICES),
+    "hidream": follows(MATRICES, tensors=2),
+    "ernie": follows(ANGLES),
+    "stable_audio3": Convention(1, 1, lambda x, t: ANGLES.read(t[-x.shape[-3] :].float().unsqueeze(1)), "half-split"),
+    "helios": follows(side_by_side(HALF_READ), at[..., None, :]),
+    "ltx": follows(ADJACENT, together=True, rank=3),
+    "ltx2": Convention(1, 1, _read_split, "half-split"),
+    "longcat": follows(TWICE, SEQ_SECOND, together=True),
+    "minimax_music": follows(TWICE, at[:, None], together=True),
+    "joyimage": Convention(2, 1, _read_both_viewed, "interleaved"),
+    "joyimage_edit": follows(ADJACENT, at[:, :, None], tensors=2, together=True, rank=4),
+    "wan": follows(HALF_READ),
+    "mochi": follows(ONCE),
+    "minimax_h3": follows(TWICE, SEQ_SECOND),
+    # along each axis
+    "allegro": Convention(1, 3, lambda x, p, cos, sin: TWICE.read(cos[p][:, None], sin[p][:, None]), "half-split"),
+    "wan_animate2": Convention(1, 3, _read_grid, "interleaved"),
+    # timm, whose tables may have a batch or heads
+    "timm": _by_half(sin_first),
+    "timm, one table": _by_half(lambda form: side_by_side(sin_first(form))),
+}  # fmt: skip

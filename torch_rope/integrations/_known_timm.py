@@ -4,7 +4,7 @@
 """
 
 from ._bits import Rounds
-from ._conventions import Known
+from ._reading import Known
 
 FUNCTIONS = {
     "2f18dc9ec618": Known(

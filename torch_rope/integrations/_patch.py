@@ -18,8 +18,8 @@ from torch import nn
 
 from .._mistakes import wrong_type
 from ._bits import Rounds
-from ._conventions import Convention, Known, in_words
 from ._names import copy_of, renamed
+from ._reading import Convention, Known, in_words
 from ._rotary import Rotary, known_rotary
 
 ATTRIBUTE = "_torch_rope_patch"  # of a patched model: its Patch

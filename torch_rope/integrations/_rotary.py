@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ._bits import Operands, is_traced, operands, rotated
-from ._conventions import Convention, Known, Reading
+from ._conventions import CONVENTIONS
+from ._known import FUNCTIONS as OTHERS
+from ._reading import Convention, Known, Reading
 from ._text import NoText, text_of
-from .conventions import CONVENTIONS
-from .known import FUNCTIONS as OTHERS
 
 _WHOLE = (torch.int32, torch.int64)
 _NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"

@@ -4,7 +4,7 @@
 """
 
 from .._bits import Rounds
-from .._conventions import Known
+from .._reading import Known
 
 FUNCTIONS = {
     "2e1a9448b6cd": Known(

@@ -4,7 +4,7 @@
 """
 
 from .._bits import Rounds
-from .._conventions import Known
+from .._reading import Known
 
 FUNCTIONS = {
     "602ecf5a3bb4": Known(

@@ -4,7 +4,7 @@
 """
 
 from ._bits import Rounds
-from ._conventions import Known
+from ._reading import Known
 
 FUNCTIONS = {
     "0073fe43b59a": Known("gathered", Rounds(), name="apply_rotary_pos_emb"),
