@@ -3,6 +3,7 @@
 A test makes the tables of docs/families.md. test_bits.py compares a model of each family with the unpatched one.
 """
 
+import contextlib
 import importlib
 import inspect
 import pkgutil
@@ -23,6 +24,9 @@ from pages import compare, listed, markdown, said  # noqa: E402
 import torch_rope  # noqa: E402
 from torch_rope.frequencies.families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
+from torch_rope.integrations._text import NoText, text_of  # noqa: E402
+from torch_rope.integrations.transformers.fuse import ROLES  # noqa: E402
+from torch_rope.integrations.transformers.known_layers import FORWARDS  # noqa: E402
 
 pytestmark = [pytest.mark.cpu]
 DOC = (ROOT / "docs" / "families.md").read_text()
@@ -120,13 +124,23 @@ def test_the_documentation_lists_all_modeling_files():
         for call in said(integration.patch(make()[0])):
             tested[call].add(family.split()[0])
     served = {call: kept for call, families in served.items() if (kept := families - refused.keys())}
+    layers = defaultdict(set)
+    for file in modeling_files():
+        roles = {*ROLES, *filter(integration.LIBRARY.rotary.search, vars(file))}
+        for cls in (type(module) for module in classes_of(file) if "Attention" in type(module).__name__):
+            with contextlib.suppress(NoText):
+                if record := FORWARDS.get(text_of(cls.forward, roles, cls)):
+                    never = record.never.strip("'")
+                    form = f"not fused: {never}" if never and "if" not in never else record.form
+                    layers[form].add(cls.__name__.replace("Attention", ""))
     kept = set().union(*served.values())
     if (release := f"transformers {transformers.__version__} rotate") in DOC:
         count = f"{len(kept | refused.keys())} modeling files of {release}. `patch` supports {len(kept)} of them:"
         reasons = refused | dict(re.findall(r"^\| (\w+) \| (.*) \|$", DOC, re.M))  # those that the page has stay
         families = listed(["what patch says", "tested model_type", "modeling files"], tested, served)
         reasons = markdown(["modeling file", "reason"], [[f, reasons[f]] for f in sorted(refused)])
-        compare("families.md", families=f"{count}\n\n{families}", refused=reasons)
+        layers = listed(["form", "attention layers"], layers)
+        compare("families.md", families=f"{count}\n\n{families}", refused=reasons, layers=layers)
     else:  # the page was made with another release
         supported = {f for row in re.findall(r"^\| rotate.*\| (.*) \|$", DOC, re.M) for f in row.split(", ") if f}
         assert not supported & refused.keys()
