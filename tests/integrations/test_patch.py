@@ -10,6 +10,7 @@ import sys
 from unittest import mock
 
 import pytest
+import texts
 import torch
 from cases import ROOT, Calls, default_dtype
 from layers import Attention, Layer, Processor, attention_inputs, layer_inputs, unpatched
@@ -200,26 +201,8 @@ def test_a_copy_of_a_patched_layer_computes_with_its_own_weights(copied, fuse):
     torch.testing.assert_close(*found) if fuse else torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def compiled_rotary(function):
-    return torch.compile(function, backend=lambda graph, inputs: compiled.append(1) or graph)
-
-
 compiled = []
-
-
-def rotate_half(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-
-
-@compiled_rotary
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
+apply_rotary_pos_emb = torch.compile(texts.of_two, backend=lambda graph, inputs: compiled.append(1) or graph)
 
 
 class Compiled(nn.Module):
@@ -228,7 +211,7 @@ class Compiled(nn.Module):
 
 
 def test_a_compiled_function_is_not_called_by_patch_nor_in_a_patched_model():
-    model, (q, k, sin, cos, _) = Compiled(), layer_inputs(2, half=True)
+    model, (q, k, sin, cos, _) = Compiled(), layer_inputs(half=True)
     with transformers.patch(model):
         model(q, k, cos, sin)
         assert compiled == []

@@ -181,6 +181,8 @@ class Forward:
             words |= self.shared(text)
         else:
             words |= self.separate()
+        if "self.rotary_ndims" in text:
+            words["channels"] = "self.rotary_ndims"
         return Layer(**words | {"out": self.out()})
 
     def of_update(self):
@@ -292,7 +294,11 @@ class Forward:
             raise Unclear(f"self.{sorted(more)[0]}")
         q, latent = self.attention.args[1], self.cached[0]
         factor = bare(q)
-        words = {"form": "latent", "norm_of_v": called(bare(latent)).removeprefix("self.")}
+        words = {
+            "form": "latent",
+            "channels": "self.qk_rope_head_dim",
+            "norm_of_v": called(bare(latent)).removeprefix("self."),
+        }
         if isinstance(factor, ast.BinOp):
             words["factor"] = without_dtype(says(factor.right))
         names = sorted(n for n in self.rotary if f"{n}(" in text)

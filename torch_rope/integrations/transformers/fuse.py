@@ -42,9 +42,9 @@ class Call(NamedTuple):
 class Fused:
     """What the fused forwards of layers with one text have in common."""
 
-    def __init__(self, record: Layer, module: Any, own: Callable, rotary: Rotary, norms: Norms | None, eager: bool):
+    def __init__(self, record: Layer, own: Callable, rotary: Rotary, norms: Norms | None, eager: bool):
         self.record, self.rotary, self.norms, self.eager = record, rotary, norms, eager
-        self.dim: int = module.qk_rope_head_dim if record.form == "latent" else module.head_dim
+        self.channels: Callable = eval(f"lambda self: {record.channels}")
         self.names, self.globals = record.arguments.split(), plain(own).__globals__
         self.cache = "cache" if "cache" in self.names else "past_key_values"
         self.others = {*self.names} - {*ALWAYS, self.cache}
@@ -90,15 +90,17 @@ class Fused:
         key = id(first)
         if not is_compiling() and (seen := self._seen.get(key)) is not None and seen.is_of([x], both):
             return seen.call
-        rotation = self._rotation(x, both)
+        rotation = self._rotation(layer, x, both)
         if rotation is not None and not is_traced() and rotation[0].cos.data_ptr() == first.data_ptr():
             found = Seen.of([x], both, lambda _: self._seen.pop(key, None))
             self._seen |= {key: found._replace(call=rotation)} if found else {}
         return rotation
 
-    def _rotation(self, x: Tensor, tables: tuple) -> tuple | None:
+    def _rotation(self, layer: Any, x: Tensor, tables: tuple) -> tuple | None:
         heads_first, others = self.record.heads_first, self.rotary.convention.others
-        two_heads = x[:, None, :, :1].expand(-1, 2, -1, self.dim)  # several heads tell which dimension is theirs
+        two_heads = x[:, None, :, :1].expand(
+            -1, 2, -1, self.channels(layer)
+        )  # several heads tell which dimension is theirs
         two_heads = two_heads if heads_first else two_heads.transpose(1, 2)
         more = [*[None] * (others - 3), 1] if others > 2 else []  # the dimension of heads in q
         rotation = None if x.is_meta else self.rotary.operands([two_heads], (*tables, *more))
@@ -319,7 +321,7 @@ def _fused(module: nn.Module, function: Any, new: FunctionType, eager: bool) -> 
     rotary = rotaries[name or [*rotaries][0]]
     if record.form != "latent" and rotary.convention.says.partition(", ")[2] not in ("", "last channels"):
         return new, f"its rotary function is special: {rotary.convention.says}"
-    fused, form = Fused(record, module, new, rotary, norms, eager), FORMS[record.form]
+    fused, form = Fused(record, new, rotary, norms, eager), FORMS[record.form]
 
     def forward(self, *args, **kwargs):
         call = fused.call(self, args, kwargs)

@@ -35,6 +35,7 @@ class Layer(NamedTuple):
     normed: str = "True"  # whether q and k are normalised
     rotated: str = "True"  # whether q and k are rotated
     rotary: str = "''"  # the name of the rotary function, if there are several
+    channels: str = "self.head_dim"  # of q that the rotary function gets, the first of a head
     heads_first: bool = True  # whether the rotary function takes q as [batch, heads, seq, head_dim]
     factor: str = "None"  # of q, after the rotation
     update: str = "kwargs=kwargs"  # the keywords that the cache gets
@@ -96,7 +97,7 @@ _ROWS = [
     (
         "9fc6a167cde5 6a5f9daea698",
         "780c7f577c16 3871032d22a2",
-        Layer(form="latent", norm_of_v="kv_a_layernorm", rotary=BY_CONFIG),
+        Layer(form="latent", channels="self.qk_rope_head_dim", norm_of_v="kv_a_layernorm", rotary=BY_CONFIG),
     ),  # DeepseekV3, Glm4MoeLite, Youtu, AXK1
     (
         "a3e76c298533",
@@ -170,6 +171,7 @@ _ROWS = [
         "f207ca7f46cd",
         Layer(
             form="latent",
+            channels="self.qk_rope_head_dim",
             arguments="hidden_states attention_mask cache position_embeddings",
             norm_of_v="kv_a_layernorm",
         ),
@@ -233,7 +235,11 @@ _ROWS = [
             never="'its norms follow the rotation' if hasattr(self, 'qk_norm') else ''",
         ),
     ),  # Llama4Text
-    ("42ec0a09a60c", "7b860df2b949", Layer(form="latent", norm_of_v="kv_a_layernorm")),  # MiniCPM3
+    (
+        "42ec0a09a60c",
+        "7b860df2b949",
+        Layer(form="latent", channels="self.qk_rope_head_dim", norm_of_v="kv_a_layernorm"),
+    ),  # MiniCPM3
     (
         "67f3d876c917",
         "169d34d25c1b",
@@ -248,6 +254,7 @@ _ROWS = [
         "518e282b079c",
         Layer(
             form="latent",
+            channels="self.qk_rope_head_dim",
             arguments="hidden_states position_embeddings attention_mask position_ids cache",
             tells=f"{DROPOUT}, {SCALING}, position_ids=position_ids",
             norm_of_v="kv_a_layernorm",
@@ -274,7 +281,12 @@ _ROWS = [
     (
         "4b57de10f07e",
         "5fab9f844e19",
-        Layer(out="self.dense(out)", norms="q_layernorm k_layernorm", normed="self.qk_layernorm"),
+        Layer(
+            out="self.dense(out)",
+            norms="q_layernorm k_layernorm",
+            normed="self.qk_layernorm",
+            channels="self.rotary_ndims",
+        ),
     ),  # Phi
     ("b57e123d687e", "08f9e467153f", Layer(out=RESIDUAL_DROPOUT)),  # SeedOss
     ("8d7b8ea1141f", "c46cc27d4c37", Layer(tells=WINDOW, rotated="self.use_rope")),  # SmolLM3
@@ -286,6 +298,7 @@ _ROWS = [
             tells=f"{DROPOUT}, {SCALING}, position_ids=position_ids",
             norms="q_layernorm k_layernorm",
             normed="self.qk_layernorm",
+            channels="self.rotary_ndims",
         ),
     ),  # StableLm
     (
@@ -325,6 +338,7 @@ _ROWS = [
         "e96b776975c6",
         Layer(
             form="latent",
+            channels="self.qk_rope_head_dim",
             arguments="hidden_states position_embeddings attention_mask position_ids cache",
             norm_of_v="kv_a_layernorm",
             rotary=BY_CONFIG,
