@@ -66,9 +66,7 @@ class Seen(NamedTuple):
 
     dtype: torch.dtype  # of x
     shapes: list[torch.Size]  # of x, or of q and k
-    others: list[
-        tuple
-    ]  # the other arguments, tensors as weak references, with what changes with their memory or numbers
+    others: list[tuple]  # the other arguments, tensors as weak references with their marks
     call: Any = None
 
     @classmethod
@@ -78,34 +76,26 @@ class Seen(NamedTuple):
             is_table = type(v) is Tensor and not v.requires_grad and v.dtype not in _WHOLE
             if not (is_table or v is None or type(v) is int):
                 return None
-        seen = [
-            (v, None, None, None) if not isinstance(v, Tensor) else (weakref.ref(v, forget), *_mark(v)) for v in others
-        ]
+        seen = [(weakref.ref(v, forget), _mark(v)) if isinstance(v, Tensor) else (v, None) for v in others]
         return cls(xs[0].dtype, [x.shape for x in xs], seen)
 
     def is_of(self, xs: Sequence[Tensor], others: Sequence[Any]) -> bool:
         """Returns whether a call has the same tables, and x of the same shapes and dtype."""
         if xs[0].dtype is not self.dtype or [x.shape for x in xs] != self.shapes:
             return False
-        for value, (seen, pointer, version, shape) in zip(others, self.others, strict=True):  # each layer asks
-            if pointer is None:
-                if value is not seen and (type(value) is not int or value != seen):
-                    return False
-            elif (
-                seen() is not value
-                or value.data_ptr() != pointer
-                or value.shape != shape
-                or value.requires_grad
-                or version is not None
-                and value._version != version
-            ):
+        for value, (seen, mark) in zip(others, self.others, strict=True):
+            if mark is None:
+                same = value is seen or (type(value) is int and value == seen)
+            else:
+                same = seen() is value and _mark(value) == mark
+            if not same:
                 return False
         return True
 
 
 def _mark(t: Tensor) -> tuple:
-    """Returns what differs after a table has got other memory or numbers: pointer, version and shape."""
-    return t.data_ptr(), None if t.is_inference() else t._version, t.shape
+    """Returns what differs after a table has got other memory or numbers, or needs a gradient."""
+    return t.data_ptr(), None if t.is_inference() else t._version, t.shape, t.requires_grad
 
 
 def known_rotary(
