@@ -117,6 +117,9 @@ exhaustive-package: lint .venv/models .venv/package wheel
 
 known: .venv/models ## adds what transformers, diffusers and timm rotate by to the tables of known functions (5 minutes)
 	PYTHONPATH=tests $(BIN)/python -m known --folders $(FOLDERS)
+	@echo "These are the entries of known_layers.py for the installed releases:"
+	$(BIN)/python tests/known/forwards.py
+	$(BIN)/python tests/known/processors.py
 
 mutate: .venv/built ## plants mistakes in all back ends, each of which the tests must find (hours)
 	@echo "Each of the builds takes minutes. Then each of its mistakes has a line ..."

@@ -150,9 +150,10 @@ def found(function: Callable) -> Known | str:
     known = known._replace(rounds=[*rounds.values()][0] if len({*rounds.values()}) == 1 else rounds)
     cases = trial.cases([known.convention], convention.tensors, layouts=LAYOUTS)
     alike = [dense for dense in (False, True) if _has_strides(trial, known._replace(dense=dense), convention, cases)]
-    known = known._replace(dense=alike[0] if alike else False)
-    parts = [] if alike else ["with contiguous results"]
-    parts += [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
+    if not alike:
+        return "its results have strides that are not known"
+    known = known._replace(dense=alike[0])
+    parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
     few = (case for pairs in (3, 5) for case in trial.cases([known.convention], convention.tensors, pairs=pairs))
     odd = (case.values for case in few if trial.agreement(known, convention, [case])[0] < BITS)
     if forms := {convention.read(x, *given[convention.tensors - 1 :]).form for x, *given in odd}:

@@ -128,7 +128,8 @@ def _turn(x: Tensor, flags: dict) -> Tensor:
     """Returns x with its pairs (a, b) replaced by (-b, a), where x: [.., head_dim], all of which rotates."""
     dim, sizes = (-1, (-1, 2)) if flags.get("interleaved") else (-2, (2, -1))
     a, b = x.unflatten(-1, sizes).unbind(dim)
-    return torch.stack([-b, a], dim).flatten(-2)
+    turned = torch.stack([-b, a], dim).flatten(-2)
+    return turned if x.is_contiguous() else torch.empty_like(x).copy_(turned)  # a result has the strides of x
 
 
 class _WithItsGradient(torch.autograd.Function):

@@ -78,9 +78,6 @@ FUNCTIONS = {
     "4e8d68e78fa1": Known("llama", Rounds(), name="apply_rotary_pos_emb"),
     "4f5e1ed02ee0": Known("gathered", Rounds(), name="apply_rotary_pos_emb"),
     "506a4d4f9596": Known("gptj", Rounds(), name="apply_rotary_pos_emb"),
-    "51affc87a970": Known(
-        "plain, together", Rounds(inside="x"), partial=True, but="with contiguous results", name="apply_rotary_pos_emb"
-    ),
     "53f0398672a8": Known("llama", Rounds(), name="apply_rotary_pos_embd"),
     "54addf821466": Known("plain, one", Rounds(), name="apply_rotary_emb"),
     "5507c88967b1": Known("plain", Rounds(), name="apply_rope"),

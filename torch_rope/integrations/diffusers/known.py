@@ -68,7 +68,7 @@ FUNCTIONS = {
     "4d59bae05b7c": Known(
         "ltx2",
         Rounds(inside="float", result="x", converts="float32", rounds_first_product=True),
-        but="with contiguous results, with other bits of gradients for bfloat16 with tables of float64 and float16 with tables of float64",
+        but="with other bits of gradients for bfloat16 with tables of float64 and float16 with tables of float64",
         name="apply_split_rotary_emb",
         files="ltx2 sana_wm_refiner",
         releases="0.38 0.39 0.40 0.41 0.42",
