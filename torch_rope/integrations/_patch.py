@@ -159,8 +159,10 @@ class Replaced:
 def _subclass(old: type, methods: tuple[tuple[str, types.FunctionType], ...]) -> type:
     """Returns a subclass that has these methods. Its objects are copied as they are, and pickled as objects of the class."""
 
-    def reduce(self, _):  # pickle finds the old class by its name
-        return copyreg._reconstructor, (old, object, None), vars(self)
+    def reduce(self, protocol):  # pickle finds the old class by its name
+        same = object.__new__(old)
+        vars(same).update(vars(self))
+        return copyreg._reconstructor, (old, object, None), same.__reduce_ex__(protocol)[2]
 
     def shallow(self):
         new = object.__new__(type(self))
@@ -183,7 +185,7 @@ class _Search:
     def __init__(self, library: Library, rounding: str, fuse: Fuse | None, name: str, ours: list[Replaced], undo: str):
         self.library, self.rounding, self.name, self.undo = library, rounding, name, undo  # errors say name and undo
         self.fuse: Fuse = fuse or (lambda module, owner, name, function, new: (new, ""))
-        self.ours = {r.now if r.attribute else r.module for r in ours}
+        self.ours = {id(r.now if r.attribute else r.module) for r in ours}
         # torch.compile compiles once for all layers and processors of one class. A model may have many thousand modules,
         # of few classes.
         self.subclass: Callable[..., type] = functools.cache(_subclass)
@@ -194,10 +196,10 @@ class _Search:
 
     def of(self, model: nn.Module) -> Iterator[Replaced]:
         for path, module in model.named_modules():
-            if module not in self.ours and (found := [*self._methods_that_rotate(module, module, path)]):
+            if id(module) not in self.ours and (found := [*self._methods_that_rotate(module, module, path)]):
                 yield self.replaced(path, module, "", type(module), found)
             for attribute, old in [*vars(module).items(), *module._modules.items()]:
-                new = self._may_process(type(old)) and hasattr(old, "__dict__") and old not in self.ours
+                new = self._may_process(type(old)) and hasattr(old, "__dict__") and id(old) not in self.ours
                 if new and (found := [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]):
                     yield self.replaced(path, module, attribute, old, found)
 
@@ -382,7 +384,7 @@ def patch_model(
         advice = f"a model of {other}; pass it to torch_rope.integrations.{other}.patch"
         raise type(error)(f"{library.patch}: model is of type {search.name}, {advice}") from None
     for path, module in model.named_modules():
-        if angles and module not in search.ours:
+        if angles and id(module) not in search.ours:
             forward, note = angles(model, path)
             if forward:
                 found = [("forward", forward, vars(forward)["_torch_rope"])]

@@ -20,7 +20,7 @@ import torch
 # What has the same text in all functions: these packages do not change what their functions compute.
 _FIXED = {"torch", "math", "builtins", "numpy", "typing", "collections", "functools", "operator"}
 _PLAIN = (int, float, str, bool, torch.dtype, type(None))
-_NO_MEANING = {"annotation", "returns", "type_comment", "decorator_list", "type_params", "kind", "ctx"}
+_NO_MEANING = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 # Decorators that do not change what a function computes, by the module that defines them.
 _DECORATORS = ("torch._dynamo.", "transformers.utils.deprecation", "transformers.integrations.hub_kernels")
 
@@ -113,7 +113,8 @@ def _of_global(name: str, value: Any, roles: frozenset, outer: tuple) -> str:
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
     if _is_plain(value):
         return _constant(value)
-    if module.partition(".")[0] in _FIXED or isinstance(value, type):
+    is_code = isinstance(value, type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType)
+    if module.partition(".")[0] in _FIXED and (is_code or module.startswith("typing")):
         return f"{module}.{getattr(value, '__qualname__', '')}"
     if isinstance(value := plain(value), types.FunctionType):
         return "itself" if value in outer else f"({_described(value, roles, object, outer)})"
