@@ -183,6 +183,26 @@ def test_a_text_is_that_of_the_function_its_helpers_and_defaults(monkeypatch):
     assert text_of(rotary_of_the_test) != text
 
 
+def test_source_that_was_edited_since_is_no_text(tmp_path, monkeypatch):
+    """And the text is the new one after a reload."""
+    source = inspect.getsource(texts)
+    (tmp_path / "edited.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("edited")
+    assert text_of(module.of_two) == text_of(texts.of_two)
+    (tmp_path / "edited.py").write_text(source.replace("(-x2, x1)", "(x2, -x1)"))
+    with pytest.raises(NoText, match="the source of .* is not that of its code"):
+        text_of(module.of_two)
+    importlib.invalidate_caches()
+    assert text_of(importlib.reload(module).of_two) != text_of(texts.of_two)
+
+
+@pytest.mark.parametrize("library", ["transformers", "diffusers", "timm"])
+def test_the_name_of_each_known_function_is_found(library):
+    library = importlib.import_module(f"torch_rope.integrations.{library}").LIBRARY
+    assert all(library.rotary.search(known.name) for known in library.known.values())
+
+
 # ---- What is registered ----
 
 

@@ -269,7 +269,7 @@ PYTHON = [
     ("patch: a window that is full does not move", "integrations/transformers/fuse.py", "cells.copy_(cells.roll(-1, 2))", "pass", "integrations/test_fuse"),
     ("conventions: tables that need a gradient rotate too", "integrations/_rotary.py", "if cos.requires_grad and torch.is_grad_enabled() and not self.once:", "if False:", "integrations/test_conventions"),
     ("conventions: the tables of the first image are those of all", "integrations/_rotary.py", "t[0] if batch == 1 else t for t in (cos, sin)", "t[0] for t in (cos, sin)", "integrations/test_conventions"),
-    ("timm: functions that take sin and cos side by side are not found", "integrations/timm.py", "\"(^|_)apply_rot\")", "\"(^|_)apply_rot_embed$\")", "integrations/test_conventions"),
+    ("timm: functions that take sin and cos side by side are not found", "integrations/timm.py", "\"(^|_)apply_rot\")", "\"(^|_)apply_rot_embed$\")", "integrations/test_rotary_functions"),
     ("comfy-kitchen: heads and seq are not swapped", "integrations/comfy_kitchen.py", "(1, 2) if column.shape[1] == 1 else (1, 1)", "(1, 2)", "integrations/test_comfy_kitchen"),
     ("selfcheck: a check that fails does not fail the run", "selfcheck/run.py", "return int(bool(failed))", "return 0", "tools/test_selfcheck"),
     ("selfcheck: a process may crash at its end", "selfcheck/run.py", "if not death and not errors:", "if not errors:", "tools/test_selfcheck"),
