@@ -91,9 +91,11 @@ class Fused:
         if not is_compiling() and (seen := self._seen.get(key)) is not None and seen.is_of([x], both):
             return seen.call
         rotation = self._rotation(layer, x, both)
-        if rotation is not None and not is_traced() and rotation[0].cos.data_ptr() == first.data_ptr():
-            found = Seen.of([x], both, lambda _: self._seen.pop(key, None))
-            self._seen |= {key: found._replace(call=rotation)} if found else {}
+        found = None if rotation is None or is_traced() else Seen.of([x], both, lambda _: self._seen.pop(key, None))
+        if (
+            found and rotation and rotation[0].cos.data_ptr() == first.data_ptr()
+        ):  # a converted table would not follow a change
+            self._seen[key] = found._replace(call=rotation)
         return rotation
 
     def _rotation(self, layer: Any, x: Tensor, tables: tuple) -> tuple | None:
