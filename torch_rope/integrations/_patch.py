@@ -18,9 +18,12 @@ from torch import nn
 
 from .._mistakes import wrong_type
 from ._bits import Rounds
+from ._conventions import CONVENTIONS
+from ._known import FUNCTIONS as OTHERS
 from ._names import copy_of, renamed
 from ._reading import Convention, Known, in_words
-from ._rotary import Rotary, known_rotary
+from ._rotary import Rotary
+from ._text import NoText, text_of
 
 ATTRIBUTE = "_torch_rope_patch"  # of a patched model: its Patch
 # fuse(module, owner, name, function, new) returns what takes the place of a method that rotates, and what it fuses, or new
@@ -41,7 +44,13 @@ class Library:
 
     def rotary_of(self, function: Callable, name: str, rounding: str) -> Rotary:
         """Returns the Rotary of a function whose text is known, or raises NotImplementedError."""
-        return known_rotary(function, name, self.known, self.unsupported, rounding)
+        try:
+            text = text_of(function)
+        except NoText as error:
+            raise NotImplementedError(f"it has no text that could be known: {error}") from None
+        if found := self.known.get(text, OTHERS.get(text)):
+            return Rotary(function, name, found, CONVENTIONS[found.convention], rounding)
+        raise NotImplementedError(self.unsupported.get(text, f"its text ({text}) is not known"))
 
     def advice(self) -> str:
         return (
@@ -49,49 +58,69 @@ class Library:
             "function, replacement) puts another one in its place (docs/integrations/transformers.md has examples)"
         )
 
+    def register(
+        self,
+        function: types.FunctionType,
+        replacement: types.FunctionType | None = None,
+        *,
+        like: str | Callable | None = None,
+    ) -> None:
+        """Tells :func:`patch` what a rotary function of yours does, or puts another function in its place.
 
-# ---- functions ----
+        It holds for models that are patched from now on. Nothing is tried: that the function does so is up to you. Without
+        replacement and like, what was registered of the function is forgotten. docs/integrations/transformers.md has examples.
+
+        Args:
+            function: a function of a modeling file, as the module there holds it, or a method, as its class holds it.
+            replacement: a function with the same arguments, ``self`` included, that is called in its place.
+            like: a function whose text is known, with arguments that mean the same in the same order, or words such as
+                ``"half-split, [batch, heads, seq, head_dim], cos [batch, seq, head_dim]"``: the pairing (half-split or
+                interleaved), the dimensions of x, and the first table by the name of its argument. The tables broadcast over
+                the dimensions of x that they do not name; ``head_dim / 2`` at last means that they have each number once, and
+                ``complex freqs_cis [..]`` that the table is complex. A table ``sin`` comes before ``cos``. Other arguments
+                must have their defaults in a call, or the function itself is called, as for other numbers of dimensions.
+                Each operation rounds then, in the dtype to which x and the tables promote.
+
+        Raises:
+            TypeError: function or replacement is not a Python function, or their arguments have different names.
+            ValueError: like is not understood, does not fit the arguments, or is a function that is not known.
+        """
+        name = f"{self.patch.removesuffix('patch')}register"
+        for argument, value in {"function": function, "replacement": replacement or function}.items():
+            if not isinstance(value, types.FunctionType):
+                must_be = "a function, such as modeling_clvp.apply_rotary_pos_emb"
+                raise wrong_type(name, argument, value, must_be)
+        if replacement is not None and like is not None:
+            raise ValueError(f"{name}: replacement and like are both given but must be one of them")
+        arguments, expected = (list(inspect.signature(f).parameters) for f in (replacement or function, function))
+        if arguments != expected:
+            raise TypeError(
+                f"{name}: replacement has the arguments {arguments} but must have those of the function, {expected}"
+            )
+        if replacement is not None:
+            new = copy_of(replacement, replacement.__code__, replacement.__closure__)
+            vars(new)["_torch_rope"] = (f"{function.__name__} is {replacement.__qualname__}, which was registered",)
+            _registered[function] = new
+        elif isinstance(like, str):
+            try:
+                convention = in_words(like, function)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            _registered[function] = Known(like, Rounds(), partial=True), convention
+        elif like is not None:
+            try:
+                model = self.rotary_of(like, "", "eager")
+            except NotImplementedError as error:
+                raise ValueError(f"{name}: like is a function that is not known: {error}") from None
+            if (n := model.convention.tensors + model.convention.others) != len(expected):
+                raise ValueError(f"{name}: like is a function of {n} arguments, but function has {expected}")
+            _registered[function] = model.known, model.convention
+        else:
+            _registered.pop(function, None)
+
 
 # What takes the place of functions of users: a function, or what it does.
 _registered: dict[types.FunctionType, types.FunctionType | tuple[Known, Convention]] = {}
-
-
-def register(
-    library: Library, function: types.FunctionType, replacement: types.FunctionType | None, like: str | Callable | None
-) -> None:
-    """Does what register of a library does."""
-    name = f"{library.patch.removesuffix('patch')}register"
-    for argument, value in {"function": function, "replacement": replacement or function}.items():
-        if not isinstance(value, types.FunctionType):
-            must_be = "a function, such as modeling_clvp.apply_rotary_pos_emb"
-            raise wrong_type(name, argument, value, must_be)
-    if replacement is not None and like is not None:
-        raise ValueError(f"{name}: replacement and like are both given but must be one of them")
-    arguments, expected = (list(inspect.signature(f).parameters) for f in (replacement or function, function))
-    if arguments != expected:
-        raise TypeError(
-            f"{name}: replacement has the arguments {arguments} but must have those of the function, {expected}"
-        )
-    if replacement is not None:
-        new = copy_of(replacement, replacement.__code__, replacement.__closure__)
-        vars(new)["_torch_rope"] = (f"{function.__name__} is {replacement.__qualname__}, which was registered",)
-        _registered[function] = new
-    elif isinstance(like, str):
-        try:
-            convention = in_words(like, function)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        _registered[function] = Known(like, Rounds(), partial=True), convention
-    elif like is not None:
-        try:
-            model = library.rotary_of(like, "", "eager")
-        except NotImplementedError as error:
-            raise ValueError(f"{name}: like is a function that is not known: {error}") from None
-        if (n := model.convention.tensors + model.convention.others) != len(expected):
-            raise ValueError(f"{name}: like is a function of {n} arguments, but function has {expected}")
-        _registered[function] = model.known, model.convention
-    else:
-        _registered.pop(function, None)
 
 
 # ---- methods and processors ----

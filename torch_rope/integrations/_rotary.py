@@ -4,17 +4,14 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._bits import Operands, is_traced, operands, rotated
-from ._conventions import CONVENTIONS
-from ._known import FUNCTIONS as OTHERS
 from ._reading import Convention, Known, Reading
-from ._text import NoText, text_of
 
 _WHOLE = (torch.int32, torch.int64)
 _NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
@@ -96,19 +93,6 @@ class Seen(NamedTuple):
 def _mark(t: Tensor) -> tuple:
     """Returns what differs after a table has got other memory or numbers, or needs a gradient."""
     return t.data_ptr(), None if t.is_inference() else t._version, t.shape, t.requires_grad
-
-
-def known_rotary(
-    function: Callable, name: str, known: Mapping[str, Known], unsupported: Mapping[str, str], rounding: str = "eager"
-) -> "Rotary":
-    """Returns the Rotary of a function whose text is known, see :class:`_patch.Library`, or raises NotImplementedError."""
-    try:
-        text = text_of(function)
-    except NoText as error:
-        raise NotImplementedError(f"it has no text that could be known: {error}") from None
-    if found := known.get(text, OTHERS.get(text)):
-        return Rotary(function, name, found, CONVENTIONS[found.convention], rounding)
-    raise NotImplementedError(unsupported.get(text, f"its text ({text}) is not known"))
 
 
 class Rotary:

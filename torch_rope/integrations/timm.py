@@ -5,13 +5,10 @@ belong to a head (mixed frequencies) or to an image (NaFlexViT).
 """
 
 import re
-from collections.abc import Callable
-from types import FunctionType
 
 from torch import nn
 
 from .._mistakes import named
-from . import _patch
 from ._known_timm import FUNCTIONS, UNSUPPORTED
 from ._patch import Library, Patch, patch_model
 
@@ -27,11 +24,7 @@ LIBRARY = Library(
 )
 
 
-def register(
-    function: FunctionType, replacement: FunctionType | None = None, *, like: str | Callable | None = None
-) -> None:
-    """Does what :func:`torch_rope.integrations.transformers.register` does, for models of timm."""
-    _patch.register(LIBRARY, function, replacement, like)
+register = LIBRARY.register
 
 
 @named

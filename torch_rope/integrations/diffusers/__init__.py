@@ -4,14 +4,11 @@ In each attention layer of diffusers, one of some forty functions rotates q and 
 """
 
 import re
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from ..._mistakes import named
-from .. import _patch
 from .._angles import of_diffusers
 from .._patch import Library, Patch, packages_of, patch_model
 from .fuse import fuser
@@ -28,11 +25,7 @@ LIBRARY = Library(
 )
 
 
-def register(
-    function: FunctionType, replacement: FunctionType | None = None, *, like: str | Callable | None = None
-) -> None:
-    """Does what :func:`torch_rope.integrations.transformers.register` does, for models of diffusers."""
-    _patch.register(LIBRARY, function, replacement, like)
+register = LIBRARY.register
 
 
 @named

@@ -5,13 +5,10 @@ one model. :func:`kernel_mapping` replaces it through transformers' own mechanis
 """
 
 import re
-from collections.abc import Callable
-from types import FunctionType
 
 from torch import nn
 
 from ..._mistakes import named
-from .. import _patch
 from .._angles import of_transformers
 from .._patch import Library, Patch, patch_model
 from .hub import apply_rotary_transformers, kernel_mapping
@@ -29,30 +26,7 @@ LIBRARY = Library(
 )
 
 
-def register(
-    function: FunctionType, replacement: FunctionType | None = None, *, like: str | Callable | None = None
-) -> None:
-    """Tells :func:`patch` what a rotary function of yours does, or puts another function in its place.
-
-    It holds for models that are patched from now on. Nothing is tried: that the function does so is up to you. Without
-    replacement and like, what was registered of the function is forgotten. docs/integrations/transformers.md has examples.
-
-    Args:
-        function: a function of a modeling file, as the module there holds it, or a method, as its class holds it.
-        replacement: a function with the same arguments, ``self`` included, that is called in its place.
-        like: a function whose text is known, with arguments that mean the same in the same order, or words such as
-            ``"half-split, [batch, heads, seq, head_dim], cos [batch, seq, head_dim]"``: the pairing (half-split or
-            interleaved), the dimensions of x, and the first table by the name of its argument. The tables broadcast over
-            the dimensions of x that they do not name; ``head_dim / 2`` at last means that they have each number once, and
-            ``complex freqs_cis [..]`` that the table is complex. A table ``sin`` comes before ``cos``. Other arguments
-            must have their defaults in a call, or the function itself is called, as for other numbers of dimensions.
-            Each operation rounds then, in the dtype to which x and the tables promote.
-
-    Raises:
-        TypeError: function or replacement is not a Python function, or their arguments have different names.
-        ValueError: like is not understood, does not fit the arguments, or is a function that is not known.
-    """
-    _patch.register(LIBRARY, function, replacement, like)
+register = LIBRARY.register
 
 
 @named

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._rotary import Rotary, known_rotary
-from .known import FUNCTIONS, UNSUPPORTED
+from .._rotary import Rotary
 
 
 def kernel_mapping() -> dict:
@@ -38,9 +37,11 @@ _rotaries: dict[type, Rotary] = {}
 @torch.compiler.assume_constant_result
 def _rotary_of(kernel: Any) -> None:
     """Finds the Rotary of a class of kernels."""
+    from . import LIBRARY  # which needs this module
+
     if kernel not in _rotaries:
         [function] = [c.cell_contents for c in kernel.forward.__closure__]
-        _rotaries[kernel] = known_rotary(function, kernel.kernel_layer_name, FUNCTIONS, UNSUPPORTED)
+        _rotaries[kernel] = LIBRARY.rotary_of(function, kernel.kernel_layer_name, "eager")
 
 
 class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own mapping has this name
