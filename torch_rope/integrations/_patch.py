@@ -65,7 +65,7 @@ class Library:
         *,
         like: str | Callable | None = None,
     ) -> None:
-        """Tells :func:`patch` what a rotary function of yours does, or puts another function in its place.
+        """Tells ``patch`` what a rotary function of yours does, or puts another function in its place.
 
         It holds for models that are patched from now on. Nothing is tried: that the function does so is up to you. Without
         replacement and like, what was registered of the function is forgotten. docs/integrations/transformers.md has examples.

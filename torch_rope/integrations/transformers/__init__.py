@@ -55,7 +55,7 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
 
     Raises:
         TypeError: model is not a module.
-        NotImplementedError: the model rotates in a way that torch_rope does not support; :func:`register` can help.
+        NotImplementedError: the model rotates in a way that torch_rope does not support; ``register`` can help.
         ValueError: nothing in the model rotates, or it is patched in another way. After an error it is unchanged.
 
     Warns:
