@@ -1,6 +1,6 @@
 """Tests ways to run a patched Flux and Wan, and exact angles of models of diffusers.
 
-test_bits.py tests the bits of every model, and tests/integrations/test__conventions.py what patch changes and refuses.
+test_bits.py tests the bits of every model, and tests/integrations/test_conventions.py what patch changes and refuses.
 """
 
 import copy
