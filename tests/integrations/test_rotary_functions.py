@@ -190,7 +190,7 @@ def test_source_that_was_edited_since_is_no_text(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("edited")
     assert text_of(module.of_two) == text_of(texts.of_two)
-    (tmp_path / "edited.py").write_text(source.replace("(-x2, x1)", "(x2, -x1)"))
+    (tmp_path / "edited.py").write_text(source.replace("(-x2, x1)", "(x2, -1 * x1)"))
     with pytest.raises(NoText, match="the source of .* is not that of its code"):
         text_of(module.of_two)
     importlib.invalidate_caches()
