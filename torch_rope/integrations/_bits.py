@@ -113,11 +113,12 @@ def rotated(xs: Sequence[Tensor], o: Operands) -> tuple[Tensor, ...]:
 
 def _rotated(xs: Sequence[Tensor], o: Operands) -> tuple[Tensor, ...]:
     r, cos, sin = o.rounding, o.cos, o.sin
-    xs = [x.to(r.x) for x in xs]
+    xs = [x if x.dtype == r.x else x.to(r.x) for x in xs]
     if r.rounds_first_product:
         # A pair (a, b) becomes the same as (-b, a) by an angle that is less by a quarter turn.
         xs, cos, sin = [_turn(x, o.flags) for x in xs], sin, -cos
-    return tuple(y.to(r.result) for y in _operator(xs, cos, sin, o.flags))
+    ys = _operator(xs, cos, sin, o.flags)
+    return tuple([y if y.dtype == r.result else y.to(r.result) for y in ys])
 
 
 def _operator(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, flags: dict) -> Sequence[Tensor]:
