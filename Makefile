@@ -115,7 +115,7 @@ exhaustive-models: .venv/models
 exhaustive-package: lint .venv/models .venv/package wheel
 	$(WITH_NINJA) $(PYTEST) tests/tools tests/exhaustive/package
 
-known: .venv/models ## adds what transformers, diffusers and timm rotate by to the tables of known functions (5 minutes)
+known: .venv/models ## adds what transformers, diffusers and timm rotate by to the tables of known functions (2 minutes)
 	PYTHONPATH=tests $(BIN)/python -m known --folders $(FOLDERS)
 	@echo "These are the entries of known_layers.py for the installed releases:"
 	$(BIN)/python tests/known/forwards.py

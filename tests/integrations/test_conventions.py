@@ -107,12 +107,9 @@ def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformer
 # ---- what patch refuses ----
 
 
-def half_turn(x):
-    """The usual text of it."""
+def rotate_half(x):
+    """A usual text of it."""
     return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
-
-
-rotate_half = half_turn
 
 
 def apply_rotary_known(x, cos, sin):
@@ -121,20 +118,20 @@ def apply_rotary_known(x, cos, sin):
 
 
 def apply_rotary_scaled(x, cos, sin):
-    return 2 * apply_rotary_known(x, cos, sin) / 2 * 2
+    return 2 * apply_rotary_known(x, cos, sin)
 
 
 def apply_rotary_with_an_object(x, cos, sin, log=object()):  # noqa: B008
     return rotated(x, cos, sin)
 
 
-exec("def apply_rotary_of_a_shell(x, cos, sin): return rotated(x, cos, sin)")
+shell = globals() | {}
+exec("def apply_rotary_of_a_shell(x, cos, sin): return rotated(x, cos, sin)", shell)
+# Why these have no text.
 UNKNOWN = {
-    apply_rotary_with_an_object: "it has no text that could be known: the defaults of apply_rotary_with_an_object are no constants",
-    globals()[
-        "apply_rotary_of_a_shell"
-    ]: "it has no text that could be known: the source of apply_rotary_of_a_shell is not",
-    lambda x, cos, sin: rotated(x, cos, sin): "it has no text that could be known: the source of <lambda> is not that",
+    apply_rotary_with_an_object: "the defaults of apply_rotary_with_an_object are no constants",
+    shell["apply_rotary_of_a_shell"]: "the source of apply_rotary_of_a_shell is not",
+    lambda x, cos, sin: rotated(x, cos, sin): "the source of <lambda> is not that",
 }
 
 
@@ -142,15 +139,16 @@ UNKNOWN = {
 def test_an_unknown_function_is_refused_by_name(function, monkeypatch):
     """The model also contains layers that could be patched, which must not be patched either."""
     monkeypatch.setattr(layers, "apply_rotary_of_the_test", function)
-    model = nn.ModuleDict({"known": Attention(Known_()), "attention": Attention(Processor())})
+    model = nn.ModuleDict({"known": Attention(Usual()), "attention": Attention(Processor())})
     where = "ModuleDict is not patched: Processor.__call__ of attention.processor calls apply_rotary_of_the_test: "
     advice = r"torch_rope.integrations.diffusers.register\(function, like=\.\.\.\) says what"
-    with pytest.raises(NotImplementedError, match=f"{where}{UNKNOWN[function]}.*; {advice}"):
+    why = f"it has no text that could be known: {UNKNOWN[function]}"
+    with pytest.raises(NotImplementedError, match=f"{where}{why}.*; {advice}"):
         diffusers.patch(model)
     assert unpatched(model)
 
 
-class Known_:
+class Usual:
     def __call__(self, attn, x, cos, sin):
         return apply_rotary_known(x, cos, sin)
 
@@ -196,7 +194,7 @@ class Scaled:
         return apply_rotary_scaled(x, cos, sin)
 
 
-@pytest.mark.parametrize("processor", [Known_, Nested, Scaled])
+@pytest.mark.parametrize("processor", [Usual, Nested, Scaled])
 def test_a_processor_of_ones_own_may_rotate(processor, rotations):
     model, (x, *tables) = Attention(processor()), attention_inputs()
     args = x, *(t[..., ::2].repeat(1, 1, 1, 2) for t in tables)
@@ -213,7 +211,7 @@ def turned(x):
 
 def test_a_helper_that_was_replaced_is_another_text(monkeypatch):
     """Also for a function that was known before."""
-    model = Attention(Known_())
+    model = Attention(Usual())
     diffusers.patch(model).undo()
     monkeypatch.setitem(globals(), "rotate_half", turned)
     with pytest.raises(NotImplementedError, match=r"calls apply_rotary_known: its text \([0-9a-f]{12}\) is not known"):

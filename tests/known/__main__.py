@@ -98,8 +98,8 @@ def texts_of(library: str, others: list[str]) -> dict[str, dict]:
             except NoText as error:
                 print(f"{name} of {module.__name__} has no text: {error}", file=sys.stderr)
                 continue
-            file = module.__name__.rpartition(".")[2].removeprefix("modeling_").removeprefix("transformer_")
-            file = "" if others else file
+            stem = module.__name__.rpartition(".")[2].removeprefix("modeling_").removeprefix("transformer_")
+            file = "" if others else stem
             if text not in found:
                 known = of_library.known.get(text) or trial.found(function)
                 if isinstance(known, str):

@@ -21,11 +21,9 @@ Find = Callable[[str, types.FunctionType], Callable | None]
 _numbers = itertools.count()  # of the names that modules hold
 
 
-def copy_of(
-    function: types.FunctionType, code: types.CodeType, closure: tuple | None, namespace: dict | None = None
-) -> types.FunctionType:
-    """Returns a function with everything of this function but its code, its closure, and its globals if they are given."""
-    new = types.FunctionType(code, namespace or function.__globals__, argdefs=function.__defaults__, closure=closure)
+def copy_of(function: types.FunctionType, code: types.CodeType, closure: tuple | None) -> types.FunctionType:
+    """Returns a function with everything of this function but its code and its closure."""
+    new = types.FunctionType(code, function.__globals__, argdefs=function.__defaults__, closure=closure)
     functools.update_wrapper(new, function, (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
     del vars(new)["__wrapped__"]
     return new

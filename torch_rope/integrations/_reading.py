@@ -1,8 +1,8 @@
 """The ways in which rotary functions take the angles, as data.
 
 A library has many rotary functions that differ in little but how they take the angles: as cos and sin with each number
-twice, as complex numbers, as matrices. A :class:`Convention` reads the arguments of such a function as cos and sin. Each
-library has a table of conventions by name, and a table of known functions that says which one a function follows.
+twice, as complex numbers, as matrices. A :class:`Convention` reads the arguments of such a function as cos and sin.
+_conventions.py has all conventions by name, and the tables of known functions say which one a function follows.
 """
 
 import inspect
@@ -49,7 +49,7 @@ class Convention(NamedTuple):
 class Known(NamedTuple):
     """What a rotary function does, by its text."""
 
-    convention: str  # its name in the table of the library
+    convention: str  # its name in CONVENTIONS
     rounds: Rounds | dict[str, Rounds]  # how it rounds, or how it rounds each form of the angles
     partial: bool = False  # whether it takes heads with more channels than rotate
     dense: bool = False  # whether its results are contiguous, whatever the strides of x
@@ -205,10 +205,14 @@ def in_words(words: str, function: Callable) -> Convention:
     form = sin_first(form) if name == "sin" else form
     index = tuple(slice(None) if dim in dims else None for dim in x[:-1])
     tables = follows(form, index, tensors, interleaved=not half)
-    usual = tuple(p.default for p in [*parameters.values()][tensors + form.arguments :])
+    others = [*parameters.values()][tensors + form.arguments :]
+    if needed := [p.name for p in others if p.default is p.empty]:
+        raise ValueError(f"like says nothing of the argument {needed[0]}, which must have a default")
 
     def read(q, *given):
-        as_said = q.dim() == len(x) and all(t.dim() == len(dims) + 1 for t in given[: form.arguments])
-        return tables.read(q, *given[: form.arguments]) if as_said and given[form.arguments :] == usual else None
+        both, more = given[: form.arguments], given[form.arguments :]
+        as_said = q.dim() == len(x) and all(isinstance(t, Tensor) and t.dim() == len(dims) + 1 for t in both)
+        usual = all(type(v) is type(p.default) and v == p.default for v, p in zip(more, others, strict=True))
+        return tables.read(q, *both) if as_said and usual else None
 
     return tables._replace(others=len(parameters) - tensors, read=read)

@@ -96,7 +96,7 @@ def _mark(t: Tensor) -> tuple:
 
 
 class Rotary:
-    """A rotary function that follows a convention of its library, and computes with torch_rope.
+    """A rotary function that follows a convention, and computes with torch_rope.
 
     ``str()`` says what it does. rounding is that of patch. One model has its own Rotary, so what is remembered here
     belongs to that model.

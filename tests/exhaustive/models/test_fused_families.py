@@ -59,6 +59,7 @@ def test_q_and_k_have_the_rounding_of_the_model(dtype):
             kinds = CACHES.get(name, ("dynamic", "static"))
             calls = calls_of_layers(model, (None, 12), *((new_cache(kind, model), 9, 1, 1) for kind in kinds))
             actual = [t for pair in qk_of(calls, file) for t in pair]
+            # A layer of GraniteMoeHybrid that gets no tables is in the table, and computes by its own forward.
             assert name == "GraniteMoeHybrid" or "fell back" not in str(patched)
         expected = [t for pair in qk_of(calls, file) for t in pair]
         differ = [(a != e).sum().item() for a, e in zip(actual, expected, strict=True)]

@@ -92,17 +92,15 @@ class Fused:
             return seen.call
         rotation = self._rotation(layer, x, both)
         found = None if rotation is None or is_traced() else Seen.of([x], both, lambda _: self._seen.pop(key, None))
-        if (
-            found and rotation and rotation[0].cos.data_ptr() == first.data_ptr()
-        ):  # a converted table would not follow a change
+        # A converted table would not follow a change.
+        if found and rotation and rotation[0].cos.data_ptr() == first.data_ptr():
             self._seen[key] = found._replace(call=rotation)
         return rotation
 
     def _rotation(self, layer: Any, x: Tensor, tables: tuple) -> tuple | None:
         heads_first, others = self.record.heads_first, self.rotary.convention.others
-        two_heads = x[:, None, :, :1].expand(
-            -1, 2, -1, self.channels(layer)
-        )  # several heads tell which dimension is theirs
+        # Several heads tell which dimension is theirs.
+        two_heads = x[:, None, :, :1].expand(-1, 2, -1, self.channels(layer))
         two_heads = two_heads if heads_first else two_heads.transpose(1, 2)
         more = [*[None] * (others - 3), 1] if others > 2 else []  # the dimension of heads in q
         rotation = None if x.is_meta else self.rotary.operands([two_heads], (*tables, *more))
