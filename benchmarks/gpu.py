@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, LEFT = "passed", "FAILED", "left to do"
 SHORTEST = 20.0  # seconds; with less time no step begins
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider"]
-# A measurement calls one implementation again and again, and some rivals launch their kernels as dependent ones too.
-DEPENDENT = {"TORCH_ROPE_DEPENDENT_LAUNCH": "1"}
 # Step -> the groups of cases.cases("cuda") that it measures. That module cannot be imported before the build.
 GROUPS = {
     "front": ("sweep", "norm", "norm-over-heads", "cache", "training", "models"),  # what README.md shows
@@ -51,11 +49,11 @@ def steps_of(out: Path, capability: str) -> list[Step]:
         Step("build", [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], 1200, build),
         Step("tests", [*PYTEST, *parallel, "-m", "not cpu"], 300, {"OMP_NUM_THREADS": "1"}),
     ]
-    # While a graph is captured, torch may then reuse memory sooner, and the kernels may begin sooner.
-    sooner = {"PYTORCH_CUDA_ALLOC_CONF": "graph_capture_record_stream_reuse:True"} | DEPENDENT
+    # While a graph is captured, torch may then reuse memory sooner.
+    sooner = {"PYTORCH_CUDA_ALLOC_CONF": "graph_capture_record_stream_reuse:True"}
     steps.append(Step("graphs", [*PYTEST, *parallel, "-k", "cuda and graph", "-m", "not cpu"], 300, sooner))
-    # The tool racecheck is not used, because it sees only shared memory, of which the kernels use little.
-    for tool in ("memcheck", "initcheck", "synccheck"):
+    # racecheck sees only shared memory: the angles from frequencies, and the sums of norms.
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         # CUDA's own errors are left out, because torch asks for some in its search for symbols.
         options = ["--report-api-errors", "no"] if tool == "memcheck" else []
         command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "86", *PYTEST, "-m", "sanitizer"]
@@ -63,7 +61,7 @@ def steps_of(out: Path, capability: str) -> list[Step]:
         steps.append(Step(tool, command, 300, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
     steps.append(Step("selfcheck", [sys.executable, "-m", "torch_rope.selfcheck"], 300))
     measure = [sys.executable, "-m", "benchmarks", "run", "--device=cuda", "--passes=1", f"--out={out}/results.jsonl"]
-    return steps + [Step(name, [*measure, *groups], 480, DEPENDENT) for name, groups in GROUPS.items()]
+    return steps + [Step(name, [*measure, *groups], 480) for name, groups in GROUPS.items()]
 
 
 def identity() -> tuple[str, str]:

@@ -37,7 +37,6 @@ def pytest_configure(config):
     if emulate:
         from backends.cuda.emulator import emulator
 
-        os.environ["TORCH_ROPE_DEPENDENT_LAUNCH"] = "1"  # the emulator then checks that every kernel waits
         library = emulator.load(emulator.build(sanitize=emulate == "asan"))
         library.thread_order(order)
     if simulate:

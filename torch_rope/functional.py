@@ -557,8 +557,8 @@ def rotate_into_cache_(
     k itself is not rotated: attention reads the rotated k from the cache. A call takes any number of tokens: one in a decode
     step, or a whole prompt. With both norm weights, q and k are normalised first, as in :func:`norm_rotate_qk`.
 
-    Two tokens of a call must not write the same cell. On a CPU that is an IndexError; on a GPU either of them may win,
-    and not always the same one in both caches. Without slots, tokens of one sequence that share a position write the same
+    Two tokens of a call must not write the same cell. On a CPU that is an IndexError; on a GPU the cell may then mix the
+    two: k of one and v of the other, or channels of both in one head. Without slots, tokens of one sequence that share a position write the same
     cell, such as the padding of a left-padded batch and its first real token. Give padding the slot -1.
     :func:`torch_rope.slots_of_window` makes the slots of a sliding window.
 

@@ -15,13 +15,12 @@ struct Factor {
     if constexpr (sizeof(A) == 8) return {A(a.attention_factor), A(0)};
     return {A(a.factor_hi), A(a.factor_lo)};
   }
-  ROPE_FN A times(A x) const { return scaled(x, hi, lo); }
   template <int V>
   ROPE_FN void scale(CosSin<A, V>& angles) const {
     if (hi == A(1) && lo == A(0)) return;
     for (int i = 0; i < V; i++) {
-      angles.cos[i] = times(angles.cos[i]);
-      angles.sin[i] = times(angles.sin[i]);
+      angles.cos[i] = scaled(angles.cos[i], hi, lo);
+      angles.sin[i] = scaled(angles.sin[i], hi, lo);
     }
   }
 };
@@ -38,28 +37,43 @@ struct Frequencies {
   }
 
   // Reads n frequencies from `at` on, as sums of two numbers: in float32 the turns per position, see
-  // turns_per_position() in angle.h, and in double the frequency and 0. aligned: vectors of them are known to be.
-  template <int n, bool aligned = false, typename A>
+  // turns_per_position() in angle.h, and in double the frequency and 0.
+  template <int n, typename A>
   ROPE_FN void read(rope_int at, A* hi, A* lo) const {
     const auto read = [&](auto tag, bool split) {
       using F = decltype(tag);
       const auto read_part = [&](const F* from, F* to) {
         constexpr unsigned bytes = n * sizeof(F) < 16 ? n * sizeof(F) : 16;
-        read_shared<n>(from, stride, aligned || (stride == 1 && reinterpret_cast<uintptr_t>(from) % bytes == 0), to);
+        read_shared<n>(from, stride, stride == 1 && reinterpret_cast<uintptr_t>(from) % bytes == 0, to);
       };
       F whole[n], more[n] = {};
       read_part(static_cast<const F*>(data) + at, whole);
       if (split) read_part(static_cast<const F*>(data) + at + part, more);
-      for (int i = 0; i < n; i++) {
-        hi[i] = A(whole[i]);
-        lo[i] = A(whole[i] - F(hi[i]));
-        if (split) two_sum(hi[i], A(more[i]), hi[i], lo[i]);
-      }
+      for (int i = 0; i < n; i++) sum_of(whole[i], more[i], split, hi[i], lo[i]);
     };
     wide ? read(double(), false) : read(float(), split);
     if constexpr (sizeof(A) == 4) {
       for (int i = 0; i < n; i++) turns_per_position(hi[i], lo[i], hi[i], lo[i]);
     }
+  }
+
+  // Begins to load the parts of one frequency.
+  ROPE_FN void load(int at, Loaded (&parts)[2]) const {
+    parts[0] = Loaded::read(data, int64_t(at) * (wide ? 8 : 4), wide);
+    if (split) parts[1] = Loaded::read(data, 4 * (at + part), false);
+  }
+  // Computes its turns per position.
+  ROPE_FN void take(const Loaded (&parts)[2], float& hi, float& lo) const {
+    wide ? sum_of(parts[0].wide(), 0.0, false, hi, lo) : sum_of(parts[0].narrow(), parts[1].narrow(), split, hi, lo);
+    turns_per_position(hi, lo, hi, lo);
+  }
+
+ private:
+  template <typename F, typename A>
+  ROPE_FN static void sum_of(F whole, F more, bool split, A& hi, A& lo) {
+    hi = A(whole);
+    lo = A(whole - F(hi));
+    if (split) two_sum(hi, A(more), hi, lo);
   }
 };
 
@@ -107,11 +121,11 @@ struct Columns {
     }
   }
   // Reads their frequencies to the places of cos and sin.
-  template <bool aligned, typename A>
+  template <typename A>
   ROPE_FN void read(const Frequencies& frequencies, CosSin<A, V>& to) const {
     for (int run = 0; run < runs; run++) {
       const rope_int at = (first + run * distance) * frequencies.stride;
-      frequencies.template read<length, aligned>(at, to.cos + run * length, to.sin + run * length);
+      frequencies.template read<length>(at, to.cos + run * length, to.sin + run * length);
     }
   }
 };

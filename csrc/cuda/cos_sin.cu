@@ -21,7 +21,6 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
 template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
-  wait_for_previous_kernel();
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= c.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
@@ -50,18 +49,17 @@ __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(cons
     *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * c.pairs + first) = rounded<T, V>(angles.cos);
     *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * c.pairs + first) = rounded<T, V>(angles.sin);
   }
-  let_next_kernel_begin();
 }
 
 }  // namespace
 
-cudaError_t cos_sin(const CosSinArgs& c, Queue queue) {
+cudaError_t cos_sin(const CosSinArgs& c, cudaStream_t stream) {
   return with_type(c.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);
     const auto launch = [&](auto v, auto several) {
       const rope_int x = std::min(ceil_div(c.pairs, v()), rope_int(kThreads)), y = kThreads / x;
-      return start({ceil_div(c.tokens, y), 1, 1}, {x, y, 1}, queue, cos_sin_kernel<T, v(), several()>, c);
+      return start({stream, {ceil_div(c.tokens, y), 1, 1}, {x, y, 1}}, cos_sin_kernel<T, v(), several()>, c);
     };
     const auto with = [&](auto v) { return c.axes == 1 ? launch(v, std::false_type()) : launch(v, std::true_type()); };
     return c.pairs % full == 0 ? with(std::integral_constant<int, full>()) : with(std::integral_constant<int, 1>());

@@ -9,8 +9,6 @@
 #include <array>
 #include <atomic>
 #include <climits>
-#include <cstdlib>
-#include <string_view>
 
 #include "../backend.h"
 #include "entry_points.h"
@@ -48,15 +46,11 @@ struct Device {
       return cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, std::max<int>(index, 0));
     });
   }
-  // Returns the current stream. TORCH_ROPE_DEPENDENT_LAUNCH=1 in the environment switches dependent launches on. They
-  // are off because most kernels of torch do not let the next one begin early: after such a kernel, a dependent launch
-  // takes 0.2 to 0.3 us more on an H200.
-  Queue queue() const {
-    static const char* const given = std::getenv("TORCH_ROPE_DEPENDENT_LAUNCH");
-    static const bool wanted = given && std::string_view(given) == "1";
-    const auto ask = [](int& n) { return architecture(n); };
-    return {c10::cuda::getCurrentCUDAStream(index).stream(), wanted && known(index, ask) >= 90};
+  // Returns whether the code that runs on it can wait for the kernel before.
+  bool waits() const {
+    return known(index, [](int& n) { return architecture(n); }) >= 90;
   }
+  cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream(index).stream(); }
 };
 
 struct Cuda : AnyBackend {
@@ -72,7 +66,7 @@ struct Cuda : AnyBackend {
     simplify(a);
     const Plan plan = plan_rotate(a, device.processors());
     if (plan.grid.x == 0) return;
-    C10_CUDA_CHECK((plan.general ? rotate_generally : rotate_usually)(a, plan, device.queue()));
+    C10_CUDA_CHECK((plan.general ? rotate_generally : rotate_usually)(a, plan, device.stream()));
   }
 
   static void norm_backward(const Call& call, Args& a) {
@@ -82,7 +76,8 @@ struct Cuda : AnyBackend {
     const Tensor sums = at::empty({plan.sums}, call.q().options().dtype(at::kDouble));
     void* const weight_grad[2] = {call.sides[kQ].weight_grad->mutable_data_ptr(),
                                   call.sides[kK].weight_grad->mutable_data_ptr()};
-    C10_CUDA_CHECK(cuda::norm_backward(a, plan, sums.mutable_data_ptr<double>(), weight_grad, device.queue()));
+    C10_CUDA_CHECK(
+        cuda::norm_backward(a, plan, sums.mutable_data_ptr<double>(), weight_grad, device.stream(), device.waits()));
   }
 
   static void cos_sin(const Call& call) {
@@ -90,7 +85,7 @@ struct Cuda : AnyBackend {
     const Tensor positions = call.positions->contiguous();
     Call with_contiguous = call;
     with_contiguous.positions = &positions;
-    C10_CUDA_CHECK(cuda::cos_sin(with_contiguous.cos_sin_args(), device.queue()));
+    C10_CUDA_CHECK(cuda::cos_sin(with_contiguous.cos_sin_args(), device.stream()));
   }
 };
 

@@ -59,7 +59,6 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<S::V, rope_int>& chunk, GroupThr
                to_cell = h.side != kQ && a.has_cache;
     if ((to_cell && token.pad) || !(chunk.rotated || norms || side.factor || !t.in_place[h.side])) return;
     auto x = read(h);
-    const A divisor = side.format ? A(side.scale[h.head * side.scale_stride]) : A(1);
     token.arrive(rotates, h.head);
     auto numbers = numbers_of(x);
     const auto round = [&] { numbers = numbers_of(x = rounded<T, V>(numbers)); };
@@ -83,7 +82,7 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<S::V, rope_int>& chunk, GroupThr
       token.template heads<E>(side.out, side.out_strides, to_cell)
           .write(h.head, moved(chunk, h.first, side.head_dim - 1), to_write);
     };
-    side.format ? write(quantised_to(side.format, numbers, divisor)) : write(x);
+    side.format ? write(quantised_to(side.format, numbers, A(side.scale[h.head * side.scale_stride]))) : write(x);
   });
 }
 
@@ -91,12 +90,11 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<S::V, rope_int>& chunk, GroupThr
 // after another. With a norm over all heads, a thread block takes all heads of q or k of a token, as blockIdx.y says;
 // or those of v, of which a warp takes each.
 template <typename S, bool norm>
-__global__ void __launch_bounds__(norm ? kGroupThreads : kThreads, norm ? 1 : 5)
+__global__ void __launch_bounds__(norm ? kGroupThreads : kThreads, norm ? 1 : 4)
     general_kernel(const __grid_constant__ Args a, const __grid_constant__ Tiling tiling) {
-  wait_for_previous_kernel();
   const rope_int s = rope_int(blockIdx.x) * blockDim.z + threadIdx.z;
   if (s >= a.seq) return;
-  Chunk<S::V, rope_int> chunk;
+  Chunk<S::V, rope_int> chunk{};
   GeneralToken<S> token(a, tiling, chunk, tiling.first_sequence + blockIdx.z, s);
   const rope_int *starts = tiling.starts, pieces = tiling.pieces;
   const bool all = norm && a.sides[kQ].norm == kAllHeads, whole_side = all && blockIdx.y != kV;
@@ -116,15 +114,14 @@ __global__ void __launch_bounds__(norm ? kGroupThreads : kThreads, norm ? 1 : 5)
       take<S, norm>(token, chunk, own, begin + own.y, end, rope_int(own.ys));
     }
   }
-  let_next_kernel_begin();
 }
 
 }  // namespace
 
-cudaError_t rotate_generally(const Args& a, const Plan& plan, Queue queue) {
+cudaError_t rotate_generally(const Args& a, const Plan& plan, cudaStream_t stream) {
   Tiling tiling = plan.tiling;
   const auto start = [&](auto kernel) {
-    return start_sequences(plan, queue, tiling.first_sequence, kernel, a, tiling);
+    return start_sequences(plan, stream, tiling.first_sequence, kernel, a, tiling);
   };
   return takes_norm(a) ? with_shape(a, tiling, [&](auto s) { return start(general_kernel<decltype(s), true>); })
                        : with_shape<true>(a, tiling, [&](auto s) { return start(general_kernel<decltype(s), false>); });

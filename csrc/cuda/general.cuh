@@ -27,14 +27,16 @@ struct GeneralToken : Token<rope_int> {
   ROPE_FN GeneralToken(const Args& a, const Tiling& tiling, const Chunk<V, rope_int>& chunk, rope_int b, rope_int s)
       : Token<rope_int>{b, s}, a(a), tiling(tiling), chunk(chunk) {
     const rope_int implied = s * a.position_strides[1];
-    Integer given{int32_t(implied), int32_t(implied >> 32)}, slot{};
-    const auto at = [&](const rope_int* strides) { return b * strides[0] + s * strides[1]; };
-    if (a.has_positions) given = Integer::read(a.positions, a.wide_positions, at(a.position_strides));
-    if (a.has_slots) slot = Integer::read(a.slots, a.wide_slots, at(a.slot_strides));
+    Loaded given{int32_t(implied), int32_t(implied >> 32)}, slot{};
+    const auto read = [&](const void* from, const rope_int* strides, bool wide) {
+      return Loaded::read(from, (b * strides[0] + s * strides[1]) * (wide ? 8 : 4), wide);
+    };
+    if (a.has_positions) given = read(a.positions, a.position_strides, a.wide_positions);
+    if (a.has_slots) slot = read(a.slots, a.slot_strides, a.wide_slots);
     Token<rope_int>::operator=(
-        token_at(b, s, given.value(!a.has_positions || a.wide_positions), a.offset, tiling.positions));
-    if (a.has_slots && take_slot(*this, slot.value(a.wide_slots), a.blocks * a.block_size)) {
-      take_cell(*this, rope_uint(slot.value(a.wide_slots)), rope_uint(a.block_size));
+        token_at(b, s, given.integer(!a.has_positions || a.wide_positions), a.offset, tiling.positions));
+    if (a.has_slots && take_slot(*this, slot.integer(a.wide_slots), a.blocks * a.block_size)) {
+      take_cell(*this, rope_uint(slot.integer(a.wide_slots)), rope_uint(a.block_size));
     }
     check_token(valid || pad, fits);
   }
@@ -45,7 +47,7 @@ struct GeneralToken : Token<rope_int> {
     index = chunk.index;
     const Columns<S> columns(index, a.rotary_dim / 2);
     if (a.source == kInvFreq) {
-      columns.template read<false>(Frequencies::of(a, a.inv_freq_strides[1]), angles);
+      columns.read(Frequencies::of(a, a.inv_freq_strides[1]), angles);
       turn(angles, position);
     } else if (valid) {
       const rope_int row = row_of(*this, a.source == kTableByPosition);

@@ -30,28 +30,40 @@ cudaError_t with_shape(const Args& a, const Tiling& tiling, F&& f) {
   });
 }
 
+// How a kernel is launched.
+struct Launch {
+  cudaStream_t stream;
+  Size3 grid, block;
+  rope_int shared = 0;     // bytes of shared memory besides the kernel's own variables
+  bool dependent = false;  // it may begin before the previous kernel of the stream has ended, and waits for that itself
+};
+
 template <typename... Parameters>
-cudaError_t start(Size3 grid, Size3 block, Queue queue, void (*kernel)(Parameters...),
+cudaError_t start(const Launch& launch, void (*kernel)(Parameters...),
                   const std::type_identity_t<Parameters>&... args) {
+  if (launch.shared > 47 * 1024) {  // every kernel may have 48 KiB, with its own variables
+    const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, limit, int(launch.shared))) return error;
+  }
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
-  const unsigned attributes = queue.dependent && grid.x * grid.y * grid.z <= kDependentBlocks;
   const auto dims = [](const Size3& s) { return dim3(unsigned(s.x), unsigned(s.y), unsigned(s.z)); };
-  const cudaLaunchConfig_t config{dims(grid), dims(block), 0, queue.stream, &dependent, attributes};
+  const cudaLaunchConfig_t config{dims(launch.grid), dims(launch.block), size_t(launch.shared),
+                                  launch.stream,     &dependent,         launch.dependent};
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 // Starts a kernel once for every 65535 sequences, because gridDim.z has that limit. first: which of the arguments is
 // the first sequence
 template <typename First, typename... Parameters>
-cudaError_t start_sequences(const Plan& plan, Queue queue, First& first, void (*kernel)(Parameters...),
+cudaError_t start_sequences(const Plan& plan, cudaStream_t stream, First& first, void (*kernel)(Parameters...),
                             const std::type_identity_t<Parameters>&... args) {
   Size3 grid = plan.grid;
   for (rope_int done = 0; done < plan.grid.z; done += kMaxGrid) {
     grid.z = std::min(plan.grid.z - done, kMaxGrid);
     first = First(done);
-    if (const cudaError_t error = start(grid, plan.block, queue, kernel, args...)) return error;
+    if (const cudaError_t error = start({stream, grid, plan.block}, kernel, args...)) return error;
   }
   return cudaSuccess;
 }

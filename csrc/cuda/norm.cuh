@@ -19,6 +19,13 @@ ROPE_FN void sum_over_lanes(A (&sums)[n], int team = int(blockDim.x)) {
   }
 }
 
+// Returns `count` numbers of a thread in the shared memory that the launch asks for. They begin an odd number of
+// doubles apart, so that the threads of a warp access different banks.
+ROPE_FN double* numbers_of_thread(int thread, int count) {
+  extern __shared__ double numbers_of_block[];
+  return numbers_of_block + thread * (count + 1);
+}
+
 // The threads that share a group: a warp, or all threads of a thread block. Thread (x, y) takes every xs-th chunk of
 // every ys-th head, and adds up its chunks in double.
 struct GroupThreads {
@@ -38,8 +45,10 @@ struct GroupThreads {
     const int lane = thread % kWarp, warps = int(blockDim.x * blockDim.y) / kWarp;
     for (int i = 0; i < n && lane == 0; i++) these[thread / kWarp][i] = sums[i];
     __syncthreads();
-    for (int i = 0; i < n; i++) sums[i] = lane < warps ? these[lane][i] : 0.0;
-    sum_over_lanes(sums, kWarp);
+    int team = 1;  // the smallest power of two that is not below `warps`, as the lanes of a team
+    while (team < warps) team *= 2;
+    for (int i = 0; i < n; i++) sums[i] = (lane & (team - 1)) < warps ? these[lane & (team - 1)][i] : 0.0;
+    sum_over_lanes(sums, team);
   }
 };
 

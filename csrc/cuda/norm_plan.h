@@ -8,11 +8,10 @@
 
 namespace rope::cuda {
 
-constexpr rope_int kParts = 1024;  // the most parts, or one more
-// A norm over all heads has fewer parts, of at least kTokensOfPart tokens: each writes a sum for each channel of all
-// heads. An H100 holds 264 thread blocks of 40 heads in bfloat16 at a time.
-constexpr rope_int kTokenParts = 512, kTokensOfPart = 4;
-constexpr int kBackwardGroupThreads = 256;  // the most that take a group
+// An H100 takes all parts at a time: each of its multiprocessors holds so many threads of these kernels.
+constexpr rope_int kHeldThreads = 384, kMultiprocessors = 132;
+constexpr rope_int kTokensOfPart = 8;       // the least of a norm over all heads: a part writes a sum for each channel
+constexpr int kBackwardGroupThreads = 224;  // the most that take a group
 // A thread block that adds up parts has kSumChannels x kSumTeams threads.
 constexpr int kSumChannels = 16, kSumTeams = 32;
 
@@ -44,9 +43,13 @@ inline Plan plan_norm_backward(const Args& a) {
   const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = by_team ? kThreads / x : 1;
   const rope_int heads = by_team && a.source != kTableByHead ? 2 : 1;  // whose terms a team adds up in one step
   const rope_int tokens = a.batch * a.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
+  plan.block = plan.by_block ? group_block(a, t, kBackwardGroupThreads) : Size3{x, teams, 1};
+  plan.general = why_general(a, plan);
+  const rope_int threads = plan.block.x * plan.block.y;
+  const rope_int most_parts = kMultiprocessors * (kHeldThreads / threads) - 1;  // or one more
   // The heads of a part: those of whole tokens, of q and of k.
   rope_int of_part = std::max(all_heads ? kTokensOfPart * most_heads : teams * heads,
-                              ceil_div(tokens * (q.heads + k.heads), all_heads ? kTokenParts : kParts));
+                              ceil_div(tokens * (q.heads + k.heads), most_parts));
   of_part = ceil_div(of_part, most_heads) * most_heads;
   for (int i = kQ; i <= kK; i++) {
     const Side& side = a.sides[i];
@@ -59,9 +62,8 @@ inline Plan plan_norm_backward(const Args& a) {
     }
     plan.sums += parts.count * parts.channels;
   }
-  plan.block = plan.by_block ? group_block(a, t, kBackwardGroupThreads) : Size3{x, teams, 1};
   plan.grid = {t.parts[kQ].count + t.parts[kK].count, 1, 1};
-  plan.general = why_general(a, plan);
+  plan.shared = ((plan.by_block ? kHeldChannels : 2 * t.vector) + 1) * threads * rope_int(sizeof(double));
   return plan;
 }
 

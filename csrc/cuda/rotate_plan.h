@@ -1,13 +1,15 @@
 // The launch plan of a rotation: whether a usual kernel takes the call, its arguments, and how the heads are divided.
 //
 // A thread block has up to three axes: x over the chunks of a head, y over heads, z over tokens. The x threads with the
-// same y and z are a team: they share one head of one token, a chunk for each thread. The heads of q, k and v are
-// numbered as one list. The grid has x for runs of block.z tokens, y for shares of the list, and z for the sequences
-// of the batch: team y of share j takes the heads j * block.y + y, and then every (grid.y * block.y)-th one.
+// same y and z are a team: they share one head of one token, a chunk for each thread. The grid has x for runs of
+// block.z tokens, y for shares of the heads, and z for the sequences of the batch. In a usual kernel a share has
+// steps * block.y heads of one side; team y takes the y-th and then each block.y-th one. In a general kernel, team y of
+// share j takes head j * block.y + y of q, k and v as one list, and then each (grid.y * block.y)-th one.
 #pragma once
 
 #include <array>
 #include <bit>
+#include <cstddef>
 #include <utility>
 
 #include "tiling.h"
@@ -15,57 +17,54 @@
 namespace rope::cuda {
 
 // Several thread blocks share the heads of a token, up to this many for each multiprocessor, some four times as many as
-// it holds. Each needs the angles of its tokens. Those from frequencies take the instructions of three to four heads:
-// then a quarter has to do, and with many tokens a team takes at least four heads. None takes more than kMostHeads.
-constexpr rope_int kFilling = 32, kHeadsOfAngles = 4, kMostHeads = 10;
+// it holds. A team takes at most kMostHeads heads.
+constexpr rope_int kFilling = 32, kMostHeads = 10;
 
 // The q, k or v of a usual kernel.
 struct UsualSide {
   const void* in;
   void* out;
   int in_strides[3], out_strides[3];  // in vectors: batch, token, head; of a cache: block, cell, head
+  int heads;
+  uint16_t chunks;  // of a head. In place those that are not rotated need not be written
+  uint16_t norm : 1, is_cache : 1, format : 2, scale_by_head : 1;  // is_cache: `out` is one
+  // With a norm
+  const void* weight;
+  float weight_offset, per_channel;
 };
 
-// The arguments of a usual kernel. On an H100 a kernel waits about 0.1 us for each line of 64 bytes of its arguments.
-// Args and Tiling have 15 lines. A rotation needs the first 3 of these, and no kernel a sixth.
+// The arguments of a usual kernel. On an H100 a kernel waits about 0.1 us for each line of 64 bytes of its arguments. A
+// thread block needs the first two of these and that of its side, and for results in 8 bits one more.
 struct UsualArgs {
   const void *cos, *sin;  // with frequencies, cos is inv_freq
-  const void* positions;
-  int seq, first_sequence;                      // first_sequence: that of blockIdx.z == 0
-  int position_strides[2], offset;              // batch, token
-  unsigned allowed;                             // each position is below this; 0: every position is allowed
-  int table_strides[2];                         // batch, row; with frequencies, the last one is that of their parts
+  const void *positions, *slots;
+  int seq, first_sequence;  // first_sequence: that of blockIdx.z == 0
+  int position_strides[2];  // in bytes: batch, token
+  int slot_strides[2];      // in bytes: batch, token
+  int offset;
+  unsigned allowed;      // each position is below this; 0: every position is allowed
+  unsigned cells;        // of a cache
+  int table_strides[2];  // in bytes: batch, row. With frequencies, the last one is that of their parts, in numbers
   unsigned wide_positions : 1, wide_slots : 1;  // int64, not int32
   unsigned wide_angles : 1;    // float32 tables, not those of x's dtype; float64 frequencies, not float32
   unsigned by_token : 1;       // the table row of a token follows from the token
   unsigned split : 1;          // frequencies have two parts
   unsigned same_position : 1;  // without positions, each token has position 0
-  unsigned inverse : 1, has_cache : 1, frequencies : 1;
-  unsigned narrow : 1, round_before_weight : 1;                           // narrow: kEachNarrow
-  unsigned wide_weights : 1;                                              // float32, not x's dtype
-  unsigned norms : kSides, scale_by_head : kSides, formats : 2 * kSides;  // of each side
-  unsigned block_shift : 5;         // a block of a cache has 2^block_shift cells, or the cache is like one block
-  unsigned all_heads : 1;           // a group has all heads of a side, and not one
-  int chunks, half, start, others;  // vectors: chunks, of half the rotated channels, before these, and not rotated
-  float factor_hi, factor_lo;
-  int ends[kSides];  // where the heads of q, k and v end in the list
+  unsigned inverse : 1, frequencies : 1;
+  unsigned narrow : 1, round_before_weight : 1;  // narrow: kEachNarrow
+  unsigned wide_weights : 1;                     // float32, not x's dtype
+  unsigned block_shift : 5;    // a block of a cache has 2^block_shift cells, or the cache is like one block
+  unsigned all_heads : 1;      // a group has all heads of a side, and not one
+  uint16_t chunks, half;       // of a head; half: vectors of half of the rotated channels
+  uint16_t start, others;      // vectors before the rotated channels, and of all that are not rotated
+  int first_of_k, first_of_v;  // their first shares, in the grid
+  int steps;                   // heads that a team takes
+  float factor_hi, factor_lo, norm_eps;
   UsualSide sides[kSides];
-  // With a cache
-  const void* slots;
-  int slot_strides[2];  // batch, token
-  int kept;             // without a norm, the first heads of the list keep the channels that are not rotated
-  unsigned cells;
-  // With a norm
-  float norm_eps, per_channel[2];
-  int weight_stride;  // head, in vectors
-  const void* weights[2];
-  // With results in 8 bits
-  const float* scales[kSides];
-  // With groups that thread blocks take
-  int table_head_stride;
-  float weight_offset;  // with a norm
+  int weight_stride, table_head_stride;  // of heads, in numbers and in bytes
+  const float* scales[kSides];           // of results in 8 bits
 };
-static_assert(sizeof(UsualArgs) <= 48 + 4 * 64, "the first line of a kernel's arguments has 48 bytes of them");
+static_assert(offsetof(UsualArgs, sides) == 48 + 64 && sizeof(UsualSide) == 64);  // the first line has 48 bytes
 
 // ---- which calls are usual ----
 
@@ -87,9 +86,9 @@ inline rope_int stride_of(const Args& a, const Tiling& t, int side, const rope_i
 // large if one of them is.
 inline bool passes_31_bits(const Args& a, const Tiling& t) {
   rope_int numbers = 2 * a.seq * a.batch | a.blocks * a.block_size;  // the kernel counts past the last token
-  for (int d = 0; d < 2; d++) numbers |= a.position_strides[d] | a.slot_strides[d];
+  for (int d = 0; d < 2; d++) numbers |= 8 * a.position_strides[d] | 8 * a.slot_strides[d];  // in bytes
   if (a.source == kInvFreq) numbers |= a.inv_freq_strides[0];
-  for (int d = 0; d < 3 && a.source != kInvFreq; d++) numbers |= a.cos_strides[d];
+  for (int d = 0; d < 3 && a.source != kInvFreq; d++) numbers |= 4 * a.cos_strides[d];
   rope_int heads = 0;
   for (int i = 0; i < kSides; i++) {
     const Side& side = a.sides[i];
@@ -108,7 +107,7 @@ inline bool passes_31_bits(const Args& a, const Tiling& t) {
 }
 
 // Returns the rules by which no usual kernel takes a call: whether each holds, and its words. docs/cuda.md quotes them.
-inline std::array<std::pair<bool, const char*>, 20> general_rules(const Args& a, const Plan& plan) {
+inline std::array<std::pair<bool, const char*>, 21> general_rules(const Args& a, const Plan& plan) {
   const Side &q = a.sides[kQ], &k = a.sides[kK], &v = a.sides[kV];
   const Tiling& t = plan.tiling;
   const int size = size_of(a.x_dtype);
@@ -116,6 +115,8 @@ inline std::array<std::pair<bool, const char*>, 20> general_rules(const Args& a,
   const rope_int heads = q.heads + k.heads + v.heads, most = std::max({q.heads, k.heads, v.heads});
   const rope_int held = plan.by_block ? ceil_div(all_heads ? most : 1, plan.block.y) * 2 * t.vector : 0;
   const bool one_size = is_one_block(a) || std::has_single_bit(rope_uint(a.block_size));
+  const bool backward = std::any_of(a.sides, a.sides + kSides, [](const Side& side) { return side.before; });
+  const bool has_factor = a.factor_hi != 1 || a.factor_lo != 0;
   const bool like_sin = std::equal(a.cos_strides, a.cos_strides + 3, a.sin_strides);
   const bool in_run = a.inv_freq_strides[1] == 1 && a.inv_freq_strides[0] % 4 == 0 && begins_vector(a.inv_freq);
   bool in_bytes = false, scales_apart = false, weights_apart = false;
@@ -136,7 +137,9 @@ inline std::array<std::pair<bool, const char*>, 20> general_rules(const Args& a,
       {!plan.by_block && a.source == kTableByHead, "tables are by head, but thread blocks take no groups"},
       {!frequencies && !t.table_vectors, "the rows of cos and sin are not aligned to 16 bytes"},
       {!frequencies && !like_sin, "cos and sin have other strides than each other"},
-      {frequencies && !in_run, "the frequencies are not adjacent, or not aligned to 16 bytes"},
+      {frequencies && !(a.rotary_dim && in_run), "the frequencies are none, not adjacent, or not aligned to 16 bytes"},
+      {(takes_norm(a) || a.has_cache) && (bool(a.inverse) != backward || (has_factor && !frequencies)),
+       "inverse, or an attention_factor of tables, is used with a norm or a cache"},
       {q.factor != nullptr, "q has a factor"},
       {v.weight != nullptr, "the norm of v has a weight"},
       {plan.by_block && a.weight_offset != 0, "a thread block takes a group, and weights have an offset"},
@@ -166,41 +169,43 @@ inline const char* why_general(const Args& a, const Plan& plan) {
 inline UsualArgs pack(const Args& a, const Tiling& t) {
   const Side& q = a.sides[kQ];
   const bool frequencies = a.source == kInvFreq, by_head = a.source == kTableByHead;
-  UsualArgs u{frequencies ? a.inv_freq : a.cos, a.sin, a.positions, int(a.seq)};
+  UsualArgs u{frequencies ? a.inv_freq : a.cos, a.sin, a.positions, a.slots, int(a.seq)};
   for (int d = 0; d < 2; d++) {
-    u.position_strides[d] = int(a.position_strides[d]), u.slot_strides[d] = int(a.slot_strides[d]);
-    u.table_strides[d] = int(!frequencies ? a.cos_strides[d] : d ? a.inv_freq_strides[0] : 0);
+    u.position_strides[d] = int(a.position_strides[d]) * (a.wide_positions ? 8 : 4);
+    u.slot_strides[d] = int(a.slot_strides[d]) * (a.wide_slots ? 8 : 4);
+    u.table_strides[d] = int(!frequencies ? a.cos_strides[d] * size_of(a.table_dtype) : d ? a.inv_freq_strides[0] : 0);
   }
   u.offset = int(a.offset), u.allowed = t.positions.limited ? unsigned(t.positions.last) + 1 : 0;
+  u.cells = unsigned(a.blocks * a.block_size);
+  u.block_shift = is_one_block(a) ? 31 : std::countr_zero(uint64_t(a.block_size));
   u.wide_positions = a.wide_positions, u.wide_slots = a.wide_slots;
   u.wide_angles = frequencies ? a.inv_freq_dtype == DType::kDouble : a.table_dtype == DType::kFloat;
   u.same_position = !a.has_positions && a.position_strides[1] == 0;
   u.by_token = a.source == kTableByToken || by_head, u.split = a.split_inv_freq, u.frequencies = frequencies;
-  u.inverse = a.inverse, u.narrow = a.rounding == kEachNarrow, u.has_cache = a.has_cache;
-  u.round_before_weight = a.round_before_weight, u.weight_offset = a.narrow_weight_offset;
-  u.chunks = t.chunks, u.half = t.rotated, u.start = int(a.rotary_start) / t.vector;
-  u.others = int(q.head_dim - a.rotary_dim) / t.vector;
+  u.inverse = a.inverse, u.narrow = a.rounding == kEachNarrow;
+  u.steps = t.steps, u.chunks = uint16_t(t.chunks), u.half = uint16_t(t.rotated);
+  u.start = uint16_t(a.rotary_start / t.vector);
+  u.others = uint16_t((q.head_dim - a.rotary_dim) / t.vector);
   u.factor_hi = a.factor_hi, u.factor_lo = a.factor_lo;
+  u.all_heads = q.norm == kAllHeads, u.table_head_stride = by_head ? int(a.cos_strides[2]) * size_of(a.table_dtype) : 0;
+  u.first_of_k = t.shares[kQ], u.first_of_v = t.shares[kQ] + t.shares[kK];
+  u.norm_eps = a.narrow_eps, u.round_before_weight = a.round_before_weight;
   for (int i = 0; i < kSides; i++) {
     const Side& side = a.sides[i];
-    u.ends[i] = (i == kQ ? 0 : u.ends[i - 1]) + int(side.heads);
     if (side.heads == 0) continue;
     UsualSide& s = u.sides[i] = {side.in, side.out};
+    s.heads = int(side.heads);
     for (int d = 0; d < 3; d++) {
       s.in_strides[d] = int(stride_of(a, t, i, side.in_strides, false, d));
       s.out_strides[d] = int(stride_of(a, t, i, side.out_strides, true, d));
     }
-    u.norms |= unsigned(side.norm != kNoNorm) << i, u.scale_by_head |= unsigned(side.scale_stride != 0) << i;
-    u.formats |= unsigned(side.format) << 2 * i, u.scales[i] = side.scale;
-    if (i == kV || side.norm == kNoNorm) continue;
-    u.weights[i] = side.weight, u.wide_weights = side.weight_dtype == DType::kFloat;
-    u.weight_stride = int(side.weight_strides[0] / t.vector);
+    s.norm = side.norm != kNoNorm, s.is_cache = i != kQ && a.has_cache;
+    s.chunks = uint16_t(t.in_place[i] && !takes_norm(a) ? t.rotated : t.chunks), s.format = uint16_t(side.format);
+    s.scale_by_head = side.scale_stride != 0, u.scales[i] = side.scale;
+    s.per_channel = float(t.per_channel[i]), s.weight = side.weight, s.weight_offset = a.narrow_weight_offset;
+    if (!side.weight) continue;
+    u.wide_weights = side.weight_dtype == DType::kFloat, u.weight_stride = int(side.weight_strides[0]);
   }
-  u.all_heads = q.norm == kAllHeads, u.table_head_stride = by_head ? int(a.cos_strides[2]) : 0;
-  u.norm_eps = a.narrow_eps, u.per_channel[kQ] = float(t.per_channel[kQ]), u.per_channel[kK] = float(t.per_channel[kK]);
-  u.slots = a.slots, u.cells = unsigned(a.blocks * a.block_size);
-  u.block_shift = is_one_block(a) ? 31 : std::countr_zero(uint64_t(a.block_size));
-  u.kept = t.in_place[kQ] ? u.ends[kQ] : 0;
   return u;
 }
 
@@ -221,26 +226,35 @@ inline Plan plan_rotate(const Args& a, int processors) {
   const rope_int heads = t.starts[kSides], chunks = std::min<rope_int>(t.chunks, kThreads);
   if (plan.by_block) plan.block = group_block(a, t, kGroupThreads);
   plan.general = why_general(a, plan);
+  const bool all_heads = q.norm == kAllHeads;
+  // A usual kernel divides the heads of each side, and a general kernel those of the list.
+  const std::array<rope_int, kSides> divided =
+      plan.general ? std::array{heads, rope_int(0), rope_int(0)} : std::array{q.heads, k.heads, v.heads};
+  // Returns the sum, over what is divided, of its shares or steps if each has so many heads.
+  const auto sum_of = [&](rope_int each) {
+    return ceil_div(divided[kQ], each) + ceil_div(divided[kK], each) + ceil_div(divided[kV], each);
+  };
   if (plan.by_block) {
-    const rope_int sides = v.heads ? 3 : 2, groups = q.norm == kAllHeads ? sides : q.heads + k.heads + v.heads;
+    const rope_int groups = all_heads ? (v.heads ? 3 : 2) : q.heads + k.heads + v.heads;
     plan.grid = {a.seq, std::min(groups, kMaxGrid), a.batch};
+    for (int i = 0; i < kSides; i++) t.shares[i] = int(all_heads ? 1 : divided[i]);
     return plan;
   }
   // The threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
   const rope_int x = !norm ? chunks : plan.general ? kWarp : power_of_two(chunks), teams = kThreads / x;
-  const bool frequencies = a.source == kInvFreq;
-  const rope_int filling = rope_int(processors) * kFilling / (frequencies ? kHeadsOfAngles : 1);
-  const rope_int each = frequencies && a.seq * a.batch >= filling ? kHeadsOfAngles : 1;  // heads that a team takes
+  const rope_int filling = rope_int(processors) * kFilling;
   const rope_int most =
       a.seq > 1 && q.in_strides[2] > q.in_strides[1] ? teams / std::min({a.seq, teams, kMaxBlockZ}) : teams;
   // The teams over heads are a power of two, so that whole warps sum norms. At most one in five has no head.
-  rope_int y = power_of_two(std::min(most, std::max<rope_int>(heads / each, 1)) + 1) / 2;
-  while (y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads) y /= 2;
+  rope_int y = power_of_two(std::min(most, heads) + 1) / 2;
+  while (y > 1 && 4 * sum_of(y) * y > 5 * heads) y /= 2;
   const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : a.seq}), runs = ceil_div(a.seq, z);
-  const rope_int steps = std::max<rope_int>(ceil_div(heads, y), 1);  // of one thread block that takes all heads
-  const rope_int of_share = std::clamp<rope_int>(steps * runs * a.batch / filling, 1, kMostHeads);
+  rope_int steps = std::clamp<rope_int>(sum_of(y) * runs * a.batch / filling, 1, kMostHeads);
+  steps = std::max(steps, ceil_div(sum_of(y), kMaxGrid - kSides));
   plan.block = {x, y, z};
-  plan.grid = {runs, std::min(ceil_div(steps, of_share), kMaxGrid), a.batch};
+  plan.grid = {runs, sum_of(y * steps), a.batch};
+  for (int i = 0; i < kSides; i++) t.shares[i] = int(ceil_div(divided[i], y * steps));
+  t.steps = int(steps);
   return plan;
 }
 

@@ -1,6 +1,6 @@
 // Launch plans of calls on CUDA: what all kernels share. rotate_plan.h and norm_plan.h have the rest, and csrc/plan.h
-// explains vectors and chunks. For 16- and 32-bit types there are kernels for what models
-// usually need, with vectors of 16 bytes as single accesses. General kernels take all else.
+// explains vectors and chunks. For 16- and 32-bit types there are kernels for what models usually need, with vectors of
+// 16 bytes as single accesses. General kernels take all else.
 #pragma once
 
 #include "../args.h"
@@ -10,9 +10,9 @@ namespace rope::cuda {
 
 constexpr int kThreads = 128;       // the most threads of a thread block
 constexpr int kGroupThreads = 512;  // the most of one that takes a group, see group_block()
+constexpr int kHeldChannels = 32;   // the most of a group that a thread of a usual kernel holds
 // Whether there are kernels for what models usually need, with vectors of this length.
 constexpr bool has_usual_kernels(int itemsize, int vector) { return itemsize < 8 && itemsize * vector == 16; }
-constexpr rope_int kDependentBlocks = 1024;  // the most thread blocks of a kernel that is launched as a dependent one
 constexpr int kWarp = 32;
 constexpr rope_int kMaxGrid = 65535;  // CUDA's limit of gridDim.y and gridDim.z
 constexpr rope_int kMaxBlockZ = 64;   // CUDA's limit of blockDim.z
@@ -30,6 +30,7 @@ struct Tiling {
   int vector;                   // channels of a vector
   int chunks, rotated;          // of a head; the rotated chunks come first
   rope_int starts[kSides + 1];  // where the heads of q, k and v begin in the list, and where the list ends
+  int shares[kSides], steps;    // of q, k and v in a usual kernel, see rotate_plan.h
   rope_int pieces;              // of k's head_dim, that a head of v is cut into
   rope_int first_sequence;      // the sequence of blockIdx.z == 0
   PositionRange positions;      // those that are allowed
@@ -46,6 +47,7 @@ struct Plan {
   Size3 block;          // chunks, heads, tokens
   Size3 grid;           // runs of tokens, shares of the heads, sequences; of backwards: parts
   rope_int sums;        // the sums of all parts
+  rope_int shared;      // bytes of shared memory, of backwards
   const char* general;  // why a general kernel takes the call; null if a usual one does
 };
 
@@ -57,8 +59,7 @@ inline bool begins_vector(const void* data) { return reinterpret_cast<uintptr_t>
 
 // A group is what is normalised together: a head, or all heads of a token. A thread block takes all heads of a token,
 // and a head that a warp cannot hold if there are usual kernels: x threads the chunks of a head, y threads the heads.
-// Each has as many heads as have 32 channels, or more if `most` threads are not enough.
-constexpr int kHeldChannels = 32;
+// Each has as many heads as have kHeldChannels channels, or more if `most` threads are not enough.
 inline Size3 group_block(const Args& a, const Tiling& t, rope_int most) {
   rope_int heads = 1;
   if (a.sides[kQ].norm == kAllHeads) heads = std::max({a.sides[kQ].heads, a.sides[kK].heads, heads});

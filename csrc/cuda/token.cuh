@@ -1,4 +1,4 @@
-// The shape of a kernel, how kernels of a stream follow each other, and how positions and slots are read and checked.
+// The shape of a kernel, and how positions and slots are read and checked.
 #pragma once
 
 #include "vectors.cuh"
@@ -16,40 +16,27 @@ struct Shape {
   static constexpr bool interleaved = interleaved_pairs;
 };
 
-// The place of a head of the list of heads, see rotate_plan.h.
+// The place of a head of the list of heads, or of a share of a side, see rotate_plan.h.
 template <typename I>
 struct Place {
   int side;
   I head, first;  // of the head in its side; its first channel, which is not 0 in the later pieces of a v
 };
 
-// Waits until the previous kernel of the stream has ended. Every kernel calls this before it loads or stores anything,
-// because a dependent launch lets it begin before the previous kernel has ended.
-ROPE_FN void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-
-// Lets the next kernel of the stream begin. Every kernel calls this after its last store.
-ROPE_FN void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
-
-// An int32 or int64 that is being loaded. The thread waits for the load only in value(), so that several loads can be
-// under way at once.
-struct Integer {
+// A number of 4 or, if `wide`, 8 bytes that is being loaded, `at` bytes behind an address. The thread waits for the
+// load only where it takes the number, so that several loads can be under way at once.
+struct Loaded {
   int32_t low, high;
 
-  ROPE_FN static Integer read(const void* from, bool wide, int64_t i) {
-    const auto* words = reinterpret_cast<const int32_t*>(static_cast<const char*>(from) + i * (wide ? 8 : 4));
+  ROPE_FN static Loaded read(const void* from, int64_t at, bool wide) {
+    const auto* words = reinterpret_cast<const int32_t*>(static_cast<const char*>(from) + at);
     return {words[0], words[wide ? 1 : 0]};
   }
-  ROPE_FN int64_t value(bool wide) const {
+  ROPE_FN int64_t integer(bool wide) const {
     return int64_t(uint64_t(uint32_t(wide ? high : low >> 31)) << 32 | uint32_t(low));
   }
+  ROPE_FN float narrow() const { return __int_as_float(low); }
+  ROPE_FN double wide() const { return bits_as<double>(*this); }
 };
 
 // Stops the kernel if the position or the slot of a token is not allowed. The compiler moves no instruction across an

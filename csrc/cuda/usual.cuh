@@ -1,4 +1,5 @@
-// What the kernels of usual calls share: a token with its angles and cell, and a chunk of one of its heads.
+// What the kernels of usual calls share: a token with its angles and its cell, and the chunk of a head. A thread block
+// takes heads of one side: of q, of k or of v.
 #pragma once
 
 #include "norm.cuh"
@@ -13,189 +14,256 @@ enum Features : int {
   kNorm = 4,         // heads may be normalised
   kBytes = 8,        // results may be quantised
   kEager = 16,       // eager rounding
-  kAnySource = 32,   // the arguments say where the angles come from
+  kBackward = 32,    // rotates back. The arguments say where the angles come from, and each thread computes its own
 };
 template <typename Shape, int features>
 struct Usual : Shape {
-  static constexpr bool cache = features & kCache, norm = features & kNorm, bytes = features & kBytes,
-                        eager = features & kEager;
+  static constexpr bool shares_angles = features & kFrequencies, cache = features & kCache, norm = features & kNorm,
+                        bytes = features & kBytes, eager = features & kEager, backward = features & kBackward,
+                        plain = !(cache || norm);
 
-  ROPE_FN static bool frequencies(const UsualArgs& a) {
-    return features & kAnySource ? a.frequencies : features & kFrequencies;
-  }
+  ROPE_FN static bool frequencies(const UsualArgs& a) { return backward ? a.frequencies : shares_angles; }
 };
 
 ROPE_FN int64_t offset_of(const int* strides, int i, int j) {
   return int64_t(i) * strides[0] + int64_t(j) * strides[1];
 }
 
-// Returns the place of a head of the list of heads.
-template <typename K>
-ROPE_FN Place<int> place_of(const UsualArgs& a, int h) {
-  const bool after_q = h >= a.ends[kQ], after_k = K::cache && h >= a.ends[kK];
-  return {int(after_q) + int(after_k), h - (after_k ? a.ends[kK] : after_q ? a.ends[kQ] : 0), 0};
-}
-
-// Returns the chunk of each head that a thread takes. Its channels count in vectors.
+// Returns the chunk of each head that a thread takes, which is the last one if there is none for it. Its channels count
+// in vectors.
 using UsualChunk = Chunk<1, int>;
 ROPE_FN UsualChunk chunk_at(const UsualArgs& a, int index) {
-  return chunk_of<1, int>(index, a.half, a.chunks, a.start, a.others, false, false, INT32_MAX);
+  return chunk_of<1, int>(min(index, a.chunks - 1), a.half, a.chunks, a.start, a.others, false, false, INT32_MAX);
 }
 
-// A token and its chunk. The constructor begins to load the position and the slot.
-template <typename K>
-struct UsualToken {
-  using T = typename K::T;
-  static constexpr int V = K::V;
-  const UsualArgs& a;
-  const UsualChunk& chunk;
-  const int b, s;
-  Integer given_position, given_slot;
-  bool pad = false;
-  int block, in_block;  // the cell of the caches
-  CosSin<float, V> angles;
+// n adjacent numbers of type T, or of float32 if `wide`, as they are in memory: no thread waits for them before it
+// needs them.
+template <typename T, int n>
+struct Held {
+  uint32_t words[n];
 
-  ROPE_FN UsualToken(const UsualArgs& a, const UsualChunk& chunk, int b, int s) : a(a), chunk(chunk), b(b), s(s) {
-    if (a.positions) {
-      given_position = Integer::read(a.positions, a.wide_positions, offset_of(a.position_strides, b, s));
-    }
-    if (K::cache && a.slots) given_slot = Integer::read(a.slots, a.wide_slots, offset_of(a.slot_strides, b, s));
+  ROPE_FN void read(const char* from, bool wide) {
+    sizeof(T) == 4 || wide ? read_words<n>(from) : read_words<n * sizeof(T) / 4>(from);
   }
-
-  // Waits for the position and the slot, and computes cos and sin. Stops the kernel if one of the two is not allowed.
-  // rotates: the angles are used. head: the one of the angles, if the table is by head. by_head: go() calls this again
-  template <bool by_head = false>
-  ROPE_FN void arrive(bool rotates, int head = 0) {
-    const bool has_frequencies = !by_head && K::frequencies(a);
-    const Columns<K> columns(chunk.index, a.half * V);
-    const Frequencies frequencies{a.cos, bool(a.wide_angles), bool(a.split), a.table_strides[1], 1};
-    if (has_frequencies && rotates) columns.template read<true>(frequencies, angles);
-    Token<int> token{b, s, s, true};
-    if (!by_head) {
-      const int64_t given = a.positions ? given_position.value(a.wide_positions) : a.same_position ? 0 : s;
-      const bool limited = (!has_frequencies || K::cache) && a.allowed != 0;
-      token = token_at(b, s, given, a.offset, {limited, int64_t(a.allowed) - 1});
+  template <bool wide>
+  ROPE_FN void numbers(float* to) const {
+    for (int i = 0; i < n; i++) {
+      if constexpr (sizeof(T) == 4 || wide) {
+        to[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 two = unpack(T(), words[i / 2]);
+        to[i] = i % 2 ? two.y : two.x;
+      }
     }
-    if (!has_frequencies && rotates) {
-      const int64_t at =
-          offset_of(a.table_strides, b, row_of(token, !a.by_token)) + int64_t(head) * a.table_head_stride;
-      const auto read = [&](auto tag) {
-        columns.read(static_cast<const decltype(tag)*>(a.cos) + at, 1, true, angles.cos);
-        columns.read(static_cast<const decltype(tag)*>(a.sin) + at, 1, true, angles.sin);
-      };
-      a.wide_angles ? read(float()) : read(T());
-    }
-    if (!by_head) block = b, in_block = token.in_block;
-    if (!by_head && K::cache && a.slots) {
-      const int64_t slot = given_slot.value(a.wide_slots);
-      take_slot(token, slot, a.cells);
-      block = int(slot) >> a.block_shift, in_block = int(slot) - (block << a.block_shift);
-    }
-    if (!by_head) pad = token.pad, check_token(token.valid || pad, token.fits);
-    if (has_frequencies && rotates) turn(angles, token.position);
-    if (!K::eager) {
-      Factor<float>{a.factor_hi, a.factor_lo}.scale(angles);
-    } else if (a.factor_hi != 1.0f) {
-      Eagerly<T>{bool(a.narrow)}.scale(angles, [&](float x) { return x * a.factor_hi; });
-    }
-    for (int i = 0; i < V && a.inverse; i++) angles.sin[i] = -angles.sin[i];
-    for (int i = 0; i < V && K::cache && !token.valid; i++) angles.cos[i] = angles.sin[i] = NAN;  // a pad
-  }
-  // Goes to the angles of another head, if the table is by head.
-  ROPE_FN void go(bool rotates, int head) {
-    if (a.table_head_stride) arrive<true>(rotates, head);
-  }
-  ROPE_FN void rotate(Numbers<float, V>& numbers) const {
-    if (K::eager) return Eagerly<T>{bool(a.narrow)}.template rotate<K::interleaved>(numbers, angles);
-    cuda::rotate<K::interleaved>(numbers, angles);
   }
 
-  ROPE_FN Elements<T, V> read(const void* data, const int* strides, int head) const {
-    const auto* const from = static_cast<const Vector<T, V>*>(data) + offset_of(strides, b, s);
-    const int first = head * strides[2];
-    return {from[unsigned(first + chunk.at[0])], from[unsigned(first + chunk.at[1])]};
-  }
-  template <typename E>
-  ROPE_FN void write(void* data, const int* strides, int head, const Elements<E, V>& x, bool to_cell = false) const {
-    auto* const to = static_cast<Vector<E, V>*>(data) + offset_of(strides, to_cell ? block : b, to_cell ? in_block : s);
-    const int first = head * strides[2];
-    to[unsigned(first + chunk.at[0])] = x.of[0];
-    if (is_whole(chunk)) to[unsigned(first + chunk.at[1])] = x.of[1];
+ private:
+  template <int count>
+  ROPE_FN void read_words(const char* from) {
+    constexpr int m = count < 4 ? count : 4;
+    for (int i = 0; i < count; i += m) {
+      const auto some = reinterpret_cast<const Vector<uint32_t, m>*>(from)[i / m];
+      for (int j = 0; j < m; j++) words[i + j] = some.of[j];
+    }
   }
 };
 
-// The weights of a chunk as they are in memory, so that no thread waits for them before it needs them.
+// The heads of a token in a tensor or a cache, and one chunk of each.
+template <typename E, int V>
+struct UsualHeads {
+  Vector<E, V>* token;  // its head 0
+  int stride;
+  UsualChunk chunk;
+
+  ROPE_FN UsualHeads(const void* data, const int* strides, int b, int s, const UsualChunk& chunk)
+      : token(static_cast<Vector<E, V>*>(const_cast<void*>(data)) + offset_of(strides, b, s)),
+        stride(strides[2]),
+        chunk(chunk) {}
+  ROPE_FN Elements<E, V> read(int head) const {
+    return {token[unsigned(head * stride + chunk.at[0])], token[unsigned(head * stride + chunk.at[1])]};
+  }
+  ROPE_FN void write(int head, const Elements<E, V>& x) const {
+    token[unsigned(head * stride + chunk.at[0])] = x.of[0];
+    if (is_whole(chunk)) token[unsigned(head * stride + chunk.at[1])] = x.of[1];
+  }
+};
+
+// A token, and cos and sin of a chunk. The constructor begins to load the position, the slot and the first frequency.
+// What needs none of them is loaded before, and used before these are waited for: otherwise nvcc may let an earlier
+// load wait for a later one. rotates: cos and sin are used
+template <typename K>
+struct UsualToken : Token<int> {
+  using T = typename K::T;
+  static constexpr int V = K::V, runs = Columns<K>::runs, length = Columns<K>::length;
+  const UsualArgs& a;
+  const UsualChunk& chunk;
+  const bool rotates;
+  Loaded given_position, given_slot, given_frequency[2];
+  Held<T, length> cos[runs], sin[runs];
+  CosSin<float, V> angles;  // from wait() on
+
+  ROPE_FN UsualToken(const UsualArgs& a, const UsualChunk& chunk, bool rotates, int b, int s)
+      : Token<int>{b, s}, a(a), chunk(chunk), rotates(rotates) {
+    if (K::backward) given_position = {};  // or a loop would keep that of the token before
+    if (a.positions) given_position = Loaded::read(a.positions, offset_of(a.position_strides, b, s), a.wide_positions);
+    if (K::cache && a.slots) given_slot = Loaded::read(a.slots, offset_of(a.slot_strides, b, s), a.wide_slots);
+    if (K::shares_angles) frequencies().load(min(first_pair(), a.half * V - 1), given_frequency);
+  }
+
+  // Waits for the position, and begins to load cos and sin. Then it waits for the slot, and stops the kernel if one of
+  // the two is not allowed. head: the one of the angles, if the table is by head
+  ROPE_FN void arrive(int head = 0) {
+    const int64_t given = a.positions ? given_position.integer(a.wide_positions) : a.same_position ? 0 : s;
+    const bool limited = (!K::frequencies(a) || K::cache) && a.allowed != 0;
+    Token<int>::operator=(token_at(b, s, given, a.offset, {limited, int64_t(a.allowed) - 1}));
+    if (!K::frequencies(a)) read_row(head);
+    if (K::cache && a.slots) {
+      const int64_t slot = given_slot.integer(a.wide_slots);
+      take_slot(*this, slot, a.cells);
+      block = int(slot) >> a.block_shift, in_block = int(slot) - (block << a.block_shift);
+    }
+    check_token(valid || pad, fits);
+  }
+  // Begins to load cos and sin of a head from the tables.
+  ROPE_FN void read_row(int head) {
+    const int64_t at = int64_t(b) * a.table_strides[0] + int64_t(head) * a.table_head_stride,
+                  row = int64_t(row_of(*this, !a.by_token)) * a.table_strides[1];
+    read_columns(a.cos, a.sin, at, row, a.wide_angles);
+  }
+
+  // Arrives, and computes cos and sin of the tokens of the thread block, of which each thread takes some pairs of its
+  // own token. All threads call this together. threads: the most of a thread block
+  template <int threads>
+  ROPE_FN void share_angles() {
+    __shared__ float shared[2][threads * V];
+    const int pairs = a.half * V, first = int(threadIdx.z) * pairs;
+    __syncwarp();
+    arrive();
+    for (int pair = first_pair(); pair < pairs;) {
+      float turns, more;
+      frequencies().take(given_frequency, turns, more);
+      CosSin<float, 1> angle;
+      cos_sin_of(angle_of(double(position), turns, more), angle.cos[0], angle.sin[0]);
+      Factor<float>{a.factor_hi, a.factor_lo}.scale(angle);
+      shared[0][first + pair] = angle.cos[0];
+      shared[1][first + pair] = K::plain && a.inverse ? -angle.sin[0] : angle.sin[0];
+      pair += int(blockDim.x * blockDim.y);
+      if (pair < pairs) frequencies().load(pair, given_frequency);
+    }
+    __syncthreads();
+    read_columns(shared[0], shared[1], 4 * first, 0, true);
+  }
+
+  // Waits for cos and sin.
+  ROPE_FN void wait() {
+    if (K::backward && a.frequencies) {
+      const Columns<K> columns(chunk.index, a.half * V);
+      if (rotates) columns.read(frequencies(), angles), turn(angles, position);
+    } else {
+      K::shares_angles || a.wide_angles ? take<true>() : take<false>();
+    }
+    // Only without a norm and a cache a table has a factor, and a forward is inverse. Threads share angles that have
+    // both.
+    if (K::plain && K::eager) {
+      if (a.factor_hi != 1.0f) eagerly().scale(angles, [&](float x) { return x * a.factor_hi; });
+    } else if ((K::plain && !K::shares_angles) || (K::backward && a.frequencies)) {
+      Factor<float>{a.factor_hi, a.factor_lo}.scale(angles);
+    }
+    if (K::backward || (K::plain && !K::shares_angles && a.inverse)) {
+      for (float& sin : angles.sin) sin = -sin;
+    }
+    for (int i = 0; i < V && K::cache && !valid; i++) angles.cos[i] = angles.sin[i] = NAN;  // a pad
+  }
+  ROPE_FN void rotate(Numbers<float, V>& numbers) const {
+    if (K::eager) return eagerly().template rotate<K::interleaved>(numbers, angles);
+    cuda::rotate<K::interleaved>(numbers, angles);
+  }
+
+ private:
+  // Begins to load the columns of the chunk in a row. at, row: the sum of both is where the row begins, in bytes
+  ROPE_FN void read_columns(const void* cosines, const void* sines, int64_t at, int64_t row, bool wide) {
+    const Columns<K> columns(chunk.index, a.half * V);
+    const int size = wide ? 4 : int(sizeof(T)), first = int(columns.first) * size;
+    for (int run = 0; run < runs && rotates; run++) {
+      const int64_t begin = at + first + run * int(columns.distance) * size;
+      cos[run].read(static_cast<const char*>(cosines) + begin + row, wide);
+      sin[run].read(static_cast<const char*>(sines) + begin + row, wide);
+    }
+  }
+  template <bool wide>
+  ROPE_FN void take() {
+    for (int run = 0; run < runs; run++) {
+      cos[run].template numbers<wide>(angles.cos + run * length);
+      sin[run].template numbers<wide>(angles.sin + run * length);
+    }
+  }
+  ROPE_FN Frequencies frequencies() const { return {a.cos, bool(a.wide_angles), bool(a.split), a.table_strides[1], 1}; }
+  ROPE_FN static int first_pair() { return int(threadIdx.y * blockDim.x + threadIdx.x); }
+  ROPE_FN Eagerly<T> eagerly() const { return {bool(a.narrow)}; }
+};
+
+// The weights of a chunk.
 template <typename T, int V>
 struct Weights {
-  static constexpr int most = V / 4;  // accesses of a vector, if the weights are float32
-  Vector<float, 4> of[2][most];
+  Held<T, V> of[2];
 
-  ROPE_FN void read(const UsualArgs& a, int side, const UsualChunk& chunk, int head) {
-    const auto* const from = static_cast<const Vector<float, 4>*>(a.weights[side]);
+  Weights() = default;
+  ROPE_FN Weights(const UsualArgs& a, const UsualSide& side, const UsualChunk& chunk, int head) {
     for (int k = 0; k < 2; k++) {
-      const int at = head * a.weight_stride + chunk.at[k];
-      for (int i = 0; i < most; i++) {
-        if (i == 0 || a.wide_weights) of[k][i] = from[(a.wide_weights ? at * most : at) + i];
-      }
+      const int64_t at = int64_t(head) * a.weight_stride + chunk.at[k] * V;
+      of[k].read(static_cast<const char*>(side.weight) + at * (a.wide_weights ? 4 : sizeof(T)), a.wide_weights);
     }
   }
   // by_block: a thread block takes a group. Then weights have no offset.
   template <bool by_block>
-  ROPE_FN Numbers<float, V> numbers(const UsualArgs& a) const {
+  ROPE_FN Numbers<float, V> numbers(const UsualArgs& a, const UsualSide& side) const {
     Numbers<float, V> n;
-    for (int k = 0; k < 2; k++) {
-      for (int i = 0; i < most && a.wide_weights; i++) to_arithmetic(of[k][i], n.of + k * V + 4 * i);
-      if (!a.wide_weights) to_arithmetic(bits_as<Vector<T, 16 / sizeof(T)>>(of[k][0]), n.of + k * V);
-    }
-    for (int i = 0; i < 2 * V && !by_block; i++) n.of[i] += a.weight_offset;
+    const auto take = [&](auto wide) {
+      for (int k = 0; k < 2; k++) of[k].template numbers<decltype(wide)::value>(n.of + k * V);
+    };
+    a.wide_weights ? take(std::true_type()) : take(std::false_type());
+    for (int i = 0; i < 2 * V && !by_block; i++) n.of[i] += side.weight_offset;
     return n;
   }
 };
 
-// A chunk of a head.
+// Returns the numbers of a chunk, normalised if its side has a norm. x: is rounded if the norm is
 template <typename K>
-struct UsualHead {
+ROPE_FN auto normalised(const UsualArgs& a, const UsualSide& side, Elements<typename K::T, K::V>& x, float squares,
+                        const Numbers<float, K::V>& weights) {
+  auto numbers = numbers_of(x);
+  if (!K::norm || !side.norm) return numbers;
+  const float root = inverse_root(fma(squares, side.per_channel, a.norm_eps));
+  const auto round = [&] { numbers = numbers_of(x = rounded<typename K::T, K::V>(numbers)); };
+  for (float& number : numbers.of) number *= root;
+  if (K::eager && a.round_before_weight) round();
+  if (side.weight) numbers = product_of(numbers, weights);
+  if (K::eager) round();
+  return numbers;
+}
+
+// Where a thread writes the heads of its side.
+template <typename K>
+struct UsualResult {
   using T = typename K::T;
   static constexpr int V = K::V;
-  int side, head;  // head: its index in its side
-  bool present;    // else the chunk is past the last one
-  Elements<T, V> x;
-  float scale = 1.0f;
+  const UsualSide& side;
+  const float* scales;  // of results in 8 bits
+  const UsualToken<K>& token;
+  const bool to_cell = K::cache && side.is_cache, is_written = !(to_cell && token.pad);
+  const int block = to_cell ? token.block : token.b, row = to_cell ? token.in_block : token.s;
+  const UsualHeads<T, V> plain{side.out, side.out_strides, block, row, token.chunk};
+  const UsualHeads<uint8_t, V> bytes{side.out, side.out_strides, block, row, token.chunk};
 
-  // Reads what needs no position.
-  ROPE_FN void read(const UsualToken<K>& t, Place<int> place, bool is_present) {
-    const UsualArgs& a = t.a;
-    side = place.side, head = place.head, present = is_present;
-    const UsualSide& o = a.sides[side];
-    if (K::norm) x = {};
-    if (present) x = t.read(o.in, o.in_strides, head);
-    if (K::bytes && present && a.scales[side]) scale = a.scales[side][a.scale_by_head >> side & 1 ? head : 0];
-  }
-  ROPE_FN bool normalises(const UsualArgs& a) const { return K::norm && (a.norms >> side & 1); }
-
-  // Normalises, rotates and writes the chunk.
-  template <bool by_block = false>
-  ROPE_FN void write(const UsualToken<K>& t, float squares, const Weights<T, V>& weights) {
-    const UsualArgs& a = t.a;
-    const bool to_cell = K::cache && side != kQ && a.has_cache;
-    if (!present || (to_cell && t.pad)) return;
-    const bool rotates = t.chunk.rotated && (!K::cache || side != kV);
-    auto numbers = numbers_of(x);
-    if (normalises(a)) {
-      // A v that is normalised has groups of one head, as q and k have.
-      const float root = inverse_root(fma(squares, a.per_channel[side == kK], a.norm_eps));
-      const auto round = [&] { numbers = numbers_of(rounded<T, V>(numbers)); };
-      for (float& number : numbers.of) number *= root;
-      if (K::eager && a.round_before_weight) round();
-      if (side != kV) numbers = product_of(numbers, weights.template numbers<by_block>(a));
-      if (K::eager) round();
+  // Rotates the chunk of a head, and writes it. x: what it is if it is neither rotated nor normalised
+  ROPE_FN void write(int head, Elements<T, V>& x, Numbers<float, V>& numbers) const {
+    if (token.rotates) token.rotate(numbers);
+    if (token.rotates || (K::norm && side.norm)) x = rounded<T, V>(numbers);
+    if (K::bytes && side.format) {
+      bytes.write(head, quantised_to(side.format, numbers, scales[side.scale_by_head ? head : 0]));
+    } else {
+      plain.write(head, x);
     }
-    if (rotates) t.rotate(numbers);
-    if (normalises(a) || rotates) x = rounded<T, V>(numbers);
-    const UsualSide& o = a.sides[side];
-    const int format = K::bytes ? a.formats >> 2 * side & 3 : kUnquantised;
-    format ? t.write(o.out, o.out_strides, head, quantised_to(format, numbers, scale), to_cell)
-           : t.write(o.out, o.out_strides, head, x, to_cell);
   }
 };
 

@@ -1,6 +1,5 @@
-// Elements and numbers: conversions, vectors, the two vectors of a chunk, and how they are read and written. tiling.h
-// and
-// ../plan.h explain vectors and chunks.
+// Elements and numbers: conversions, vectors, the two vectors of a chunk, and how they are read and written. ../plan.h
+// explains vectors and chunks.
 #pragma once
 
 #include <cuda_bf16.h>

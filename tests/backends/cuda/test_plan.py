@@ -20,8 +20,10 @@ from torch_rope import _C
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors
 THREADS, WARP, MOST_Z, MOST_GRID = 128, 32, 64, 65535
-GROUP_THREADS, BACKWARD_GROUP_THREADS, HELD = 512, 256, 32  # held: the channels that a thread has of a group
-MOST_PARTS = 1024  # of the backward of the norm
+GROUP_THREADS, HELD = 512, 32  # held: the channels that a thread has of a group
+# In the backward of the norm: the most threads that take a group, those that a multiprocessor of an H100 holds, and the
+# least tokens of a part of a norm over all heads.
+BACKWARD_GROUP_THREADS, BACKWARD_THREADS, LEAST_TOKENS = 224, 384, 8
 INT32 = 2**31 - 1
 SEEDS = range(1000 if EXHAUSTIVE else 100)
 
@@ -64,6 +66,8 @@ class Call:
     factor: bool = False  # of q
     weight_v: bool = False  # of the norm of v
     weight_offset: bool = False
+    inverse: bool = False
+    attention_factor: bool = False
     rounding: int = 0  # Rounding in csrc/args.h
     offset: int = 0
     scale_stride: int = 0
@@ -96,6 +100,8 @@ class Call:
             self.factor,
             self.weight_v,
             self.weight_offset,
+            self.inverse,
+            self.attention_factor,
         )
         return (
             ORDER.index(self.q.dtype),
@@ -251,7 +257,11 @@ def test_a_call_takes_every_head_and_token_in_the_widest_accesses(seed):
             assert p["block"][0] >= min(p["chunks"], WARP if norm else THREADS)
             (tokens, shares, sequences), (_, teams, z) = p["grid"], p["block"]
             assert p["listed"] == heads[0] + heads[1] + heads[2] * -(-call.v_dim // call.head_dim)
-            assert (shares - 1) * teams < p["listed"]
+            of_v = p["listed"] - heads[0] - heads[1]  # a wide v may be cut into more heads
+            lists = [p["listed"]] if p["general"] else [*heads[:2], of_v]
+            for n, of_list in zip(lists, p["shares"], strict=False):
+                assert (of_list - 1) * teams * p["steps"] < n <= of_list * teams * p["steps"] or n == of_list == 0
+            assert shares == sum(p["shares"])
             assert sequences * p["seq"] == batch * seq and p["seq"] in (seq, batch * seq)
             assert (tokens - 1) * z < p["seq"] <= tokens * z
 
@@ -288,6 +298,8 @@ USUAL = [
     {"rotary_dim": 64},
     {"q": (2, 7, 8, 192), "rotary_dim": 64, "rotary_start": 128},
     {"rounding": 1},
+    {"inverse": True, "attention_factor": True},
+    {"attention_factor": True, "norm": True, "inv_freq": FREQ},
     {"norm": True, "norm_v": True, "v": (2, 128)},
     {"norm": True, "rounding": 2, "v": (2, 128)},
     {"norm": True, "weight_offset": True, "inv_freq": FREQ},
@@ -328,8 +340,15 @@ GENERAL = {  # calls that meet a rule of general_rules() in csrc/cuda/rotate_pla
     "cos and sin have other strides than each other": [
         {"tables": [torch.empty(4096, n, device="meta")[:, :64] for n in (64, 128)]}
     ],
-    "the frequencies are not adjacent, or not aligned to 16 bytes": [
-        {"inv_freq": torch.empty(128, device="meta")[::2]}
+    "the frequencies are none, not adjacent, or not aligned to 16 bytes": [
+        {"inv_freq": torch.empty(128, device="meta")[::2]},
+        {"inv_freq": FREQ[:0], "rotary_dim": 0, "norm": True},
+    ],
+    "inverse, or an attention_factor of tables, is used with a norm or a cache": [
+        {"inverse": True, "norm": True},
+        {"inverse": True, "v": (2, 128), "inv_freq": FREQ},
+        {"attention_factor": True, "norm": True},
+        {"attention_factor": True, "v": (2, 128)},
     ],
     "q has a factor": [{"factor": True}],
     "the norm of v has a weight": [{"norm": True, "norm_v": True, "weight_v": True, "v": (2, 128)}],
@@ -427,21 +446,19 @@ def of_tokens(tokens, heads, kind):
 PLANS = {
     ("rotate", (32, 8), 1): (16, 1, 3),
     ("rotate", (32, 8), 2048): (16, 1, 3),
-    ("rotate", (32, 8), 8192): (16, 1, 1),
-    ("rotate", (71, 1), 1): (16, 1, 5),
+    ("rotate", (32, 8), 8192): (16, 1, 2),
+    ("rotate", (71, 1), 1): (8, 1, 10),  # 72 heads, and 80 teams
     ("inv_freq", (32, 8), 1): (16, 1, 3),
-    ("inv_freq", (32, 8), 1024): (16, 1, 2),
-    ("inv_freq", (32, 8), 4096): (8, 2, 1),
-    ("cache", (32, 8), 1): (16, 1, 3),
-    ("norm cache", (32, 8), 8192): (16, 1, 1),
-    ("norm cache", (14, 2), 512): (4, 4, 5),  # 18 heads with v, and 20 teams
-    ("norm cache inv_freq", (32, 8), 4096): (8, 2, 1),
+    ("inv_freq", (32, 8), 4096): (16, 1, 2),
+    ("cache", (32, 8), 1): (8, 1, 6),
+    ("norm cache", (32, 8), 8192): (8, 2, 3),
+    ("norm cache", (14, 2), 512): (2, 8, 9),
 }
 
 
 @pytest.mark.parametrize("kind, heads, tokens", PLANS, ids=str)
 def test_the_plan_of_many_tokens(kind, heads, tokens):
-    """A thread takes one head of a few tokens. A thread block takes all heads of one of many tokens."""
+    """A thread takes one head of a few tokens. A thread block takes all heads of a side of one of many tokens."""
     p = of_tokens(tokens, heads, kind)
     assert (*p["block"][1:], p["grid"][1]) == PLANS[kind, heads, tokens] and (not p["general"])
 
@@ -471,6 +488,11 @@ def test_the_order_of_sums_follows_from_sizes(dtype, over_heads):
         assert len(backward) == 1
 
 
+def most_parts(p):
+    """Returns how many thread blocks of a plan an H100 holds at a time."""
+    return H200 * (BACKWARD_THREADS // (p["block"][0] * p["block"][1]))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_backward_of_a_norm_takes_every_token(seed):
     draw = random.Random(seed)
@@ -487,14 +509,14 @@ def test_the_backward_of_a_norm_takes_every_token(seed):
         call.assert_accesses(p, x)
         vectors = q.dtype != torch.float64 and p["vector"] * q.itemsize == 16
         held = -(-max(q_heads, k_heads) // p["block"][1]) * 2 * p["vector"] if call.over_heads else 0
-        fits = held <= HELD and p["chunks"] <= max(WARP, p["block"][0])
+        fits = held <= HELD and p["chunks"] <= max(WARP, p["block"][0]) and call.rotary_dim > 0
         near = all(stride < INT32 / 16 for t in (q, k, *x) for stride in t.stride())
         assert (not p["general"]) <= (vectors and p["vectors"] and fits)
         assert not near or (not p["general"]) == (vectors and p["vectors"] and fits)
         assert p["by_block"] == (call.over_heads or (vectors and p["chunks"] > WARP))
         assert_within_limits(p, norm=True, most=BACKWARD_GROUP_THREADS)
         assert p["grid"] == (p["q"][0] + p["k"][0], 1, 1)
-        assert p["grid"][0] <= (512 if call.over_heads else MOST_PARTS) + 1
+        assert p["grid"][0] <= most_parts(p)
         for heads, (parts, tokens, teams) in (q_heads, p["q"]), (k_heads, p["k"]):
             assert (parts - 1) * tokens < batch * seq <= parts * tokens if heads else parts == 0
             assert p["block"][1] % teams == 0
@@ -502,10 +524,11 @@ def test_the_backward_of_a_norm_takes_every_token(seed):
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (8, 8), (3, 24)], ids=str)
 def test_the_parts_of_q_and_k_take_about_as_long(heads):
-    """Otherwise a few thread blocks would run when the others are done. Many parts even out what is left."""
-    for tokens in 512, 2048, 32768:
+    """And a GPU takes all at a time. Otherwise a few thread blocks would run when the others are done."""
+    for tokens, over_heads in itertools.product((512, 2048, 32768), (False, True)):
         x = [meta(1, tokens, h, 128, dtype=torch.bfloat16) for h in heads]
-        p = plan_backward(Call(*x, norm=True), x)
+        p = plan_backward(Call(*x, norm=True, over_heads=over_heads), x)
         of_q, of_k = (h * p[name][1] for h, name in zip(heads, "qk", strict=True))  # heads of a part
         assert of_q == of_k
-        assert min(tokens * sum(heads) // 32, MOST_PARTS) / 2 <= p["grid"][0] <= MOST_PARTS + 1
+        least = LEAST_TOKENS * max(heads) if over_heads else 32  # heads of a part
+        assert min(tokens * sum(heads) / least, most_parts(p)) * 0.6 <= p["grid"][0] <= most_parts(p)

@@ -36,7 +36,9 @@ enum Features {
   kQuantisedV = 16,
   kFactor = 32,
   kWeightV = 64,
-  kOffset = 128
+  kOffset = 128,
+  kInverse = 256,
+  kAttentionFactor = 512
 };
 
 Args args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Tensors, 3>& qkv,
@@ -67,7 +69,7 @@ Args args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std
   if (features & kWeightV) a.sides[kV].weight = &number;
   a.weight_offset = features & kOffset ? 1 : -0.0;
   a.wide_positions = a.wide_slots = true;
-  a.factor_hi = 1, a.offset = offset;
+  a.factor_hi = features & kAttentionFactor ? 1.5f : 1, a.inverse = bool(features & kInverse), a.offset = offset;
   return a;
 }
 
@@ -79,6 +81,7 @@ py::dict of(const cuda::Plan& plan) {
   d["grid"] = py::make_tuple(plan.grid.x, plan.grid.y, plan.grid.z);
   d["usual"] = plan.general == nullptr, d["general"] = plan.general, d["by_block"] = plan.by_block;
   d["table_vectors"] = t.table_vectors, d["listed"] = t.starts[kSides];
+  d["shares"] = py::make_tuple(t.shares[kQ], t.shares[kK], t.shares[kV]), d["steps"] = t.steps;
   for (int i = kQ; i <= kK; i++) {
     const cuda::Parts& parts = t.parts[i];
     d[i == kQ ? "q" : "k"] = py::make_tuple(parts.count, parts.tokens, parts.teams);
@@ -103,6 +106,7 @@ py::dict plan(int processors, Call... call) {
 template <typename... Call>
 py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
   Args a = args(call...);
+  a.inverse = true;
   for (int i = kQ; i <= kK; i++) a.sides[i].before = set(x[i], a.sides[i].before_strides);
   merge_batch(a);
   const cuda::Plan plan = cuda::plan_norm_backward(a);

@@ -5,6 +5,11 @@
 #include <map>
 #include <string>
 
+// The shared memory that launches ask for, which the kernels declare without a size.
+namespace rope::cuda {
+thread_local double numbers_of_block[64 * 1024 / sizeof(double)];
+}
+
 namespace {
 
 using In = const float*;

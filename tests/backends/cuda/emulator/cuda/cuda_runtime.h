@@ -17,7 +17,7 @@
 #define __forceinline__ inline  // if kernels share these functions, they compile in a third of the time
 #define __launch_bounds__(...)
 // thread_local is allowed where __shared__ is, alone in a function, and its variables are in a segment of their own,
-// which the emulator can find. There is no dynamic shared memory.
+// which the emulator can find. So is the shared memory that a launch asks for, see selftest.cu.
 #define __shared__ thread_local
 #ifdef __CUDACC__  // in kernel files only: libstdc++ uses __noinline__ as the name of an attribute
 #define __noinline__ __attribute__((noinline))
@@ -124,6 +124,12 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(P...)
   return cudaSuccess;
 }
 
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+template <typename... P>
+cudaError_t cudaFuncSetAttribute(void (*)(P...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
 // ---- dependent launches ----
 
 __forceinline__ void cudaGridDependencySynchronize() { emulator::wait_for_previous_launch(); }
@@ -134,7 +140,7 @@ namespace emulator {
 inline bool fits(const cudaLaunchConfig_t& c) {
   return c.gridDim.count() && c.blockDim.count() && c.gridDim.x <= 0x7fffffff && c.gridDim.y <= 65535 &&
          c.gridDim.z <= 65535 && c.blockDim.count() <= 1024 && c.blockDim.x <= 1024 && c.blockDim.y <= 1024 &&
-         c.blockDim.z <= 64 && c.dynamicSmemBytes == 0;
+         c.blockDim.z <= 64 && c.dynamicSmemBytes <= 64 * 1024;
 }
 
 template <typename... P>
