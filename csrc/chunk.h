@@ -49,13 +49,12 @@ ROPE_FN I skip_rotated(I channel, I start, I rotary_dim) {
 template <int V, typename I>
 ROPE_FN Chunk<V, I> chunk_of(I index, I rotated, I chunks, I start, I others, bool pairs_adjacent, bool rest_adjacent,
                              I last) {
-  // Selections instead of branches, which GPUs take longer for.
+  // These are selections, because a GPU takes longer for branches.
   const bool is_rotated = index < rotated;
   const I i = is_rotated ? index : index - rotated;
   const bool adjacent = is_rotated ? pairs_adjacent : rest_adjacent;
-  const I first = V * (adjacent ? 2 * i : i), second = first + V * (adjacent     ? I(1)
-                                                                    : is_rotated ? rotated
-                                                                                 : chunks - rotated);
+  const I apart = is_rotated ? rotated : chunks - rotated;  // vectors from the first to the second
+  const I first = V * (adjacent ? 2 * i : i), second = first + V * (adjacent ? I(1) : apart);
   const I first_rest = skip_rotated(first, start, 2 * V * rotated),
           second_rest = second < others ? skip_rotated(second, start, 2 * V * rotated) : first_rest;
   return {{is_rotated ? start + first : first_rest, is_rotated ? start + second : second_rest},

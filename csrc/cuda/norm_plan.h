@@ -41,7 +41,7 @@ inline Plan plan_norm_backward(const Args& a) {
   const bool all_heads = q.norm == kAllHeads, by_team = !plan.by_block && t.chunks <= kWarp;
   // A wide head that no usual kernel takes has a warp.
   const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = by_team ? kThreads / x : 1;
-  const rope_int heads = by_team && a.source != kTableByHead ? 2 : 1;  // whose terms a team adds up in one step
+  const rope_int heads = by_team && a.source != kTableByHead ? 2 : 1;  // of a token, for each team
   const rope_int tokens = a.batch * a.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
   plan.block = plan.by_block ? group_block(a, t, kBackwardGroupThreads) : Size3{x, teams, 1};
   plan.general = why_general(a, plan);
